@@ -1,0 +1,57 @@
+# make demo   install into .venv, build the demo engine, generate text with figures
+# make test   lint and all tests           make test-full   the long sweeps too
+# make build  recompile after a change to C++   make lint   ruff, mypy, clang-format
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CPP := $(shell find plugins runtime -name '*.cpp' -o -name '*.hpp')
+INSTALL := $(PIP) install --quiet --no-build-isolation -C cmake.define.TRTREE_WERROR=ON
+
+.PHONY: demo test test-full build lint format clean
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet 'nanobind>=2.4' ninja 'scikit-build-core>=0.11'
+	touch $@
+
+# The package itself, editable: Python changes need no reinstall.
+$(VENV)/.installed: $(VENV)/.python pyproject.toml CMakeLists.txt $(CPP)
+	$(INSTALL) -e .
+	touch $@
+
+# What only the tests need: the oracles, and z-lab's package beside them.
+$(VENV)/.oracles: $(VENV)/.installed
+	$(INSTALL) -e '.[test,lint,oracle]'
+	$(PIP) install --quiet --no-deps dflash==0.1.0
+	touch $@
+
+build: $(VENV)/.installed
+
+demo: build
+	$(BIN)/python build_engine.py --tree-budget 16 --force
+	$(BIN)/python -m trtree.runtime.generate --engine engines/demo --mode tree --prompt "$$(head -n 1 configs/demo/prompts.txt)"
+	$(BIN)/python -m trtree.runtime.generate --engine engines/demo --compare configs/demo/prompts.txt
+
+test: $(VENV)/.oracles lint
+	$(BIN)/python -m pytest -m 'not full'
+
+test-full: $(VENV)/.oracles lint
+	$(BIN)/python -m pytest
+
+# mypy cannot follow an editable install, so it sees the package through links.
+lint: $(VENV)/.oracles
+	mkdir -p .mypy/trtree
+	for part in build plugins runtime; do ln -sfn ../../$$part .mypy/trtree/$$part; done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=.mypy $(BIN)/mypy -p trtree
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+format: $(VENV)/.oracles
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+clean:
+	rm -rf $(VENV) .build .mypy .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,15 @@
+// The extension module trtree._core. Each part binds itself beside its sources.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+namespace trtree {
+void bind_ddtree(nb::module_& m);
+void bind_engine(nb::module_& m);
+}  // namespace trtree
+
+NB_MODULE(_core, m) {
+  m.attr("__version__") = TRTREE_VERSION;
+  trtree::bind_ddtree(m);
+  trtree::bind_engine(m);
+}
