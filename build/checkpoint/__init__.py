@@ -1,0 +1,19 @@
+"""What users have: checkpoints on disk, read, checked and streamed.
+
+``Checkpoint.open`` reads a Hugging Face directory; ``write.py`` makes checkpoints for tests and benchmarks.
+"""
+
+from trtree.build.checkpoint.errors import CheckpointError
+from trtree.build.checkpoint.linear import LinearInfo, LinearWeight
+from trtree.build.checkpoint.quantization import QuantizationConfig
+from trtree.build.checkpoint.reader import Checkpoint
+from trtree.build.checkpoint.shard import TensorInfo
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "LinearInfo",
+    "LinearWeight",
+    "QuantizationConfig",
+    "TensorInfo",
+]
