@@ -76,7 +76,8 @@ def build_block(g: Graph, cfg: DFlashConfig, target: qwen3.Qwen3Config, top_k: i
     for i in range(layers.num_hidden_layers):
         with g.scope(f"layers.{i}"):
             h = g.rms_norm("input_layernorm", x, layers.rms_norm_eps)
-            h = qwen3.attention(g, h, rows, layers, layers.windows[i])
+            # Keys and values are rows of the context pass's weight, stored once.
+            h = qwen3.attention(g, h, rows, layers, layers.windows[i], fuse_query=False)
             x = g.add("attention_residual", x, h)
             h = g.rms_norm("post_attention_layernorm", x, layers.rms_norm_eps)
             h = qwen3.gated_mlp(g, h, layers.intermediate_size, layers.hidden_size)
