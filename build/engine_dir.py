@@ -9,7 +9,6 @@ the machine it was measured on.
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -150,11 +149,11 @@ def writing(path: Path, *, force: bool = False) -> Iterator[EngineDirWriter]:
         if path.exists():
             # Two renames: the old engine stays whole until the new one is.
             old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-            os.replace(path, old)
-            os.replace(staging, path)
+            path.replace(old)
+            staging.replace(path)
             shutil.rmtree(old)
         else:
-            os.replace(staging, path)
+            staging.replace(path)
     except OSError as error:
         raise _unwritable(path, error) from None
     finally:

@@ -6,10 +6,12 @@ namespace nb = nanobind;
 namespace trtree {
 void bind_ddtree(nb::module_& m);
 void bind_engine(nb::module_& m);
+void bind_executor(nb::module_& m);
 }  // namespace trtree
 
 NB_MODULE(_core, m) {
   m.attr("__version__") = TRTREE_VERSION;
   trtree::bind_ddtree(m);
   trtree::bind_engine(m);
+  trtree::bind_executor(m);
 }
