@@ -150,10 +150,19 @@ class Graph:
         )[0]
 
     def linear(
-        self, module: str, x: Tensor, out_features: int, *, owner: Owner | None = None
+        self,
+        module: str,
+        x: Tensor,
+        out_features: int,
+        *,
+        name: str | None = None,
+        owner: Owner | None = None,
     ) -> Tensor:
-        """x [rows, in_features] -> [rows, out_features]: x @ weight.T (+ bias)."""
-        return self._linear([module], module, x, [out_features], owner)
+        """x [rows, in_features] -> [rows, out_features]: x @ weight.T (+ bias).
+
+        ``name`` is the op's, where it is not the module's.
+        """
+        return self._linear([module], name or module, x, [out_features], owner)
 
     def linears(self, modules: Sequence[str], x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Several linears of one input, fused into one where their weights are of one kind."""

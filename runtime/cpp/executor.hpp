@@ -34,6 +34,8 @@ class Executor {
   // The engine must outlive the executor.
   Executor(Engine& engine, ExecutorConfig config);
   ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
 
   // Queue a request; returns its id. Throws std::invalid_argument, naming the parameter
   // and both values, for what the engine cannot do.
