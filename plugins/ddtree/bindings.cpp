@@ -89,7 +89,7 @@ void bind_ddtree(nb::module_& parent) {
            })
       .def(
           "walk",
-          [](const ddtree::Tree& tree, Input<int32_t, 1> choices) {
+          [](const ddtree::Tree& tree, const Input<int32_t, 1>& choices) {
             ddtree::Walk walk = ddtree::walk(tree, span(choices));
             const size_t n = walk.accepted.size();
             return std::pair(array(std::move(walk.accepted), {n}), walk.bonus);
@@ -98,7 +98,7 @@ void bind_ddtree(nb::module_& parent) {
 
   m.def(
       "top_k_log_probs",
-      [](Input<float, 2> logits, int32_t top_k, int32_t num_threads) {
+      [](const Input<float, 2>& logits, int32_t top_k, int32_t num_threads) {
         TopK out;
         {
           const nb::gil_scoped_release release;
@@ -113,7 +113,7 @@ void bind_ddtree(nb::module_& parent) {
 
   m.def(
       "build_tree",
-      [](Input<float, 2> logits, int32_t budget, int32_t top_k, int32_t num_threads) {
+      [](const Input<float, 2>& logits, int32_t budget, int32_t top_k, int32_t num_threads) {
         const TopK ranked = rank(logits, top_k, num_threads);
         return ddtree::build_tree(ranked.log_probs, ranked.token_ids, ranked.depth, top_k, budget);
       },
@@ -121,19 +121,19 @@ void bind_ddtree(nb::module_& parent) {
 
   m.def(
       "build_tree_from_top_k",
-      [](Input<float, 2> log_probs, Input<int32_t, 2> token_ids, int32_t budget) {
+      [](const Input<float, 2>& log_probs, const Input<int32_t, 2>& token_ids, int32_t budget) {
         return ddtree::build_tree(span(log_probs), span(token_ids), extent(log_probs, 0),
                                   extent(log_probs, 1), budget);
       },
       "log_probs"_a, "token_ids"_a, "budget"_a, nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
-      "chain", [](Input<int32_t, 1> token_ids) { return ddtree::chain(span(token_ids)); },
+      "chain", [](const Input<int32_t, 1>& token_ids) { return ddtree::chain(span(token_ids)); },
       "token_ids"_a);
 
   m.def(
       "static_tree",
-      [](const std::vector<std::vector<int32_t>>& choices, Input<int32_t, 2> token_ids) {
+      [](const std::vector<std::vector<int32_t>>& choices, const Input<int32_t, 2>& token_ids) {
         return ddtree::static_tree(choices, span(token_ids), extent(token_ids, 0),
                                    extent(token_ids, 1));
       },
@@ -141,7 +141,7 @@ void bind_ddtree(nb::module_& parent) {
 
   m.def(
       "scan_row",
-      [](Input<float, 1> logits) {
+      [](const Input<float, 1>& logits) {
         std::vector<std::pair<std::string, std::pair<float, double>>> results;
         std::vector<float> chunk_max(logits.size() / ddtree::kChunk + 1);
         for (const auto& kernel : ddtree::scan_kernels()) {

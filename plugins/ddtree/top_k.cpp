@@ -16,7 +16,7 @@ namespace trtree::ddtree {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int32_t kMaxThreads = 8;  // beyond, waking helpers costs more than they save
+constexpr int32_t kMaxThreads = 8;  // a row takes 50 us or so: too little for more
 
 // Orders candidates as integers: the larger logit first, then the lower id. -0 is 0.
 uint64_t key_of(float logit, int32_t id) {

@@ -5,6 +5,7 @@ ValueError.
 """
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -188,9 +189,9 @@ def _logits(value: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 
 def _count(name: str, value: int, least: int) -> int:
-    if not least <= value <= _INT32_MAX:
+    if not least <= index(value) <= _INT32_MAX:
         raise ValueError(f"{name} must be from {least} to {_INT32_MAX}, not {value}")
-    return int(value)
+    return index(value)
 
 
 def _threads(num_threads: int | None) -> int:

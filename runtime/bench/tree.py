@@ -21,31 +21,40 @@ from trtree.plugins.ddtree import build_tree, build_tree_from_top_k, reference, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--vocab", type=int, default=151_936, help="default: %(default)s (Qwen3)")
     parser.add_argument(
-        "--depth", type=int, default=15, help="block size - 1; default: %(default)s"
+        "--vocab", type=_positive, default=151_936, help="default: %(default)s (Qwen3)"
+    )
+    parser.add_argument(
+        "--depth", type=_positive, default=15, help="block size - 1; default: %(default)s"
     )
     parser.add_argument(
         "--budgets",
-        type=int,
+        type=_positive,
         nargs="+",
         default=[16, 64, 256, 1024],
         metavar="N",
         help="nodes besides the root; default: 16 64 256 1024",
     )
     parser.add_argument(
-        "--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="default: 1 2"
+        "--threads", type=_positive, nargs="+", default=[1, 2], metavar="N", help="default: 1 2"
     )
     parser.add_argument(
-        "--repeats", type=int, default=200, help="timed calls of each; default: %(default)s"
+        "--repeats", type=_positive, default=200, help="timed calls of each; default: %(default)s"
     )
     parser.add_argument(
         "--reference-repeats",
-        type=int,
+        type=_positive,
         default=3,
         help="timed calls of the reference; default: %(default)s",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the logits; default: %(default)s")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -85,7 +94,7 @@ def _measure(
     reference_repeats: int,
 ) -> dict[str, Any]:
     log_probs, token_ids = top_k_log_probs(logits, min(budget, logits.shape[1]))
-    _check(logits, log_probs, token_ids, budget)
+    check(logits, log_probs, token_ids, budget)
 
     def from_logits(num_threads: int) -> dict[str, float]:
         return _times(lambda: build_tree(logits, budget, num_threads=num_threads), repeats)
@@ -104,12 +113,13 @@ def _measure(
     }
 
 
-def _check(
+def check(
     logits: npt.NDArray[np.float32],
     log_probs: npt.NDArray[np.float32],
     token_ids: npt.NDArray[np.int32],
     budget: int,
 ) -> None:
+    """Raises RuntimeError where top-k or tree are not the reference's."""
     expected_log_probs, expected_ids = reference.top_k_log_probs(logits, log_probs.shape[1])
     if not np.array_equal(token_ids, expected_ids):
         raise RuntimeError(f"budget {budget}: top-k ids differ from the reference's")

@@ -1,5 +1,7 @@
 """Top-k log-probs: the stable order, the exact subtraction, every kernel, any threads."""
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -182,3 +184,16 @@ def test_concurrent_callers() -> None:
         for _ in range(20):
             trees = callers.map(lambda logits: build_tree(logits, 40, num_threads=3), batches)
             assert [tree.token_ids.tolist() for tree in trees] == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
+def test_forked_child_has_no_helpers_and_does_not_wait_for_them() -> None:
+    logits = np.random.default_rng(5).normal(0, 3, (6, 5000)).astype(np.float32)
+    expected = build_tree(logits, 40, num_threads=3).token_ids.tolist()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        same = build_tree(logits, 40, num_threads=3).token_ids.tolist() == expected
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
