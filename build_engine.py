@@ -19,7 +19,7 @@ from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.network.network import NetworkError
 from trtree.build.options import BuildOptions, OptionError, read_options
 from trtree.build.plan import memory_plan
-from trtree.build.tree_tables import choices_from_log_probs, tables_document
+from trtree.build.tree_tables import choices_from_log_probs, medusa_tables
 from trtree.runtime.calibration import calibrate
 from trtree.runtime.cli import byte_progress, run_command
 from trtree.runtime.engines import load_engine
@@ -85,7 +85,8 @@ def _calibration(description: builder.EngineDescription) -> Any:
             tree_budget=options.tree_budget,
             max_tokens=options.calibration_tokens,
         )
-        return tables_document(choices_from_log_probs(log_probs, options.tree_budget))
+        choices = choices_from_log_probs(log_probs, options.tree_budget)
+        return medusa_tables(choices).to_dict()
 
     return run
 
