@@ -19,7 +19,7 @@ from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.network.network import NetworkError
 from trtree.build.options import BuildOptions, OptionError, read_options
 from trtree.build.plan import memory_plan
-from trtree.build.tree_tables import choices_from_log_probs, medusa_tables
+from trtree.build.tree_tables import choices_from_log_probs, choices_to_json, medusa_tables
 from trtree.runtime.calibration import calibrate
 from trtree.runtime.cli import byte_progress, run_command
 from trtree.runtime.engines import load_engine
@@ -86,7 +86,11 @@ def _calibration(description: builder.EngineDescription) -> Any:
             max_tokens=options.calibration_tokens,
         )
         choices = choices_from_log_probs(log_probs, options.tree_budget)
-        return medusa_tables(choices).to_dict()
+        return {
+            "medusa_choices": choices_to_json(choices),
+            **medusa_tables(choices).to_json(),
+            "mean_log_probs": log_probs.tolist(),
+        }
 
     return run
 

@@ -79,9 +79,7 @@ def build_block(g: Graph, cfg: DFlashConfig, target: qwen3.Qwen3Config, top_k: i
             x = g.add("mlp_residual", x, h)
     h = g.gather_rows("output_hidden", x, rows.output_rows)
     h = g.rms_norm("norm", h, layers.rms_norm_eps)
-    logits = g.linear(
-        target.head_module, h, target.vocab_size, name="lm_head", owner="target"
-    )
+    logits = g.linear(target.head_module, h, target.vocab_size, name="lm_head", owner="target")
     log_probs, ids = g.top_k_log_probs("top_k", logits, top_k)
     g.output("log_probs", log_probs)
     g.output("token_ids", ids)

@@ -1,6 +1,0 @@
-"""Makes tests/runtime's helper modules importable."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
