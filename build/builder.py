@@ -74,6 +74,11 @@ def describe(options: BuildOptions) -> EngineDescription:
     if options.drafter:
         source = replace(source, drafter=Checkpoint.open(options.drafter))
         drafter = dflash_config.read_drafter(source.checkpoint("drafter"))
+    if not (options.checkpoint / _TOKENIZER_FILES[0]).is_file():
+        raise CheckpointError(
+            f"{options.checkpoint}: {_TOKENIZER_FILES[0]} is missing; "
+            "save the tokenizer beside the weights"
+        )
     description = _describe(options, source, drafter)
     for owner in description.owners():
         _check_coverage(description, owner, source.checkpoint(owner))
@@ -206,10 +211,6 @@ def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Ch
 
 
 def _copy_text_files(out: EngineDirWriter, checkpoint: Path) -> None:
-    if not (checkpoint / "tokenizer.json").is_file():
-        raise CheckpointError(
-            f"{checkpoint}: tokenizer.json is missing; save the tokenizer beside the weights"
-        )
     for name in _TOKENIZER_FILES:
         if (checkpoint / name).is_file():
             out.copy(checkpoint / name, f"{TOKENIZER}/{name}")
