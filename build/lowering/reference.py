@@ -7,13 +7,10 @@ clear number to come close to.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from trtree.build.network.network import Network, NetworkError, Op
-from trtree.plugins.dense_linear.reference import DenseLinear
-from trtree.plugins.nvfp4_linear.reference import Nvfp4Linear
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 
@@ -189,9 +186,8 @@ def _gather_rows(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) 
 
 def _argmax(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
     _refuse_nan(op, x[0])
-    # torch.argmax may return any of several equal maxima; the lowest id is wanted.
-    best = x[0] == x[0].amax(dim=-1, keepdim=True)
-    return [best.int().argmax(dim=-1).int()]
+    # numpy's argmax is the first of equal maxima; torch's may be any of them.
+    return [torch.from_numpy(x[0].float().numpy().argmax(axis=-1)).int()]
 
 
 def _top_k_log_probs(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:

@@ -78,17 +78,29 @@ def build(g: Graph, cfg: Qwen3Config, captured_layers: Sequence[int]) -> None:
         g.output("captured", g.concat("captured", [captures[i] for i in captured_layers]))
     h = g.gather_rows("output_hidden", x, rows.output_rows)
     h = g.rms_norm("model.norm", h, cfg.rms_norm_eps)
-    logits = g.linear(cfg.head_module, h, cfg.vocab_size)
+    logits = g.linear(cfg.head_module, h, cfg.vocab_size, name="lm_head")
     g.output("logits", logits)
     g.output("argmax", g.argmax("argmax", logits))
 
 
-def attention(g: Graph, h: Tensor, rows: Rows, cfg: Qwen3Config, window: int | None) -> Tensor:
-    """h [rows, hidden] -> [rows, hidden]; q, k and v are one product where they can be."""
+def attention(
+    g: Graph,
+    h: Tensor,
+    rows: Rows,
+    cfg: Qwen3Config,
+    window: int | None,
+    *,
+    fuse_query: bool = True,
+) -> Tensor:
+    """h [rows, hidden] -> [rows, hidden]; k and v are one product, with q unless told not to."""
     with g.scope("self_attn"):
         q_size = cfg.num_attention_heads * cfg.head_dim
         kv_size = cfg.num_key_value_heads * cfg.head_dim
-        q, k, v = g.linears(["q_proj", "k_proj", "v_proj"], h, [q_size, kv_size, kv_size])
+        if fuse_query:
+            q, k, v = g.linears(["q_proj", "k_proj", "v_proj"], h, [q_size, kv_size, kv_size])
+        else:
+            q = g.linear("q_proj", h, q_size)
+            k, v = g.linears(["k_proj", "v_proj"], h, [kv_size, kv_size])
         q = rotated_heads(g, "q", q, rows.positions, cfg.num_attention_heads, cfg)
         k = rotated_heads(g, "k", k, rows.positions, cfg.num_key_value_heads, cfg)
         kv = append(g, k, v, rows.slots, cfg)

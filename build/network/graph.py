@@ -7,7 +7,7 @@ so that they read as in the checkpoint.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from trtree.build.network.network import (
@@ -57,12 +57,18 @@ class WeightInfo:
     shape: tuple[int, ...]
     dtype: str
     has_bias: bool = False
+    activations: Activations | None = None  # None for dense weights
+
+    def fuses_with(self, other: "WeightInfo") -> bool:
+        """Whether both can be rows of one weight."""
+        return replace(self, shape=other.shape) == other
 
 
 class WeightSource(Protocol):
     """Where a family learns what kind of weight each module holds."""
 
-    def describe(self, module: str, owner: Owner) -> WeightInfo: ...
+    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
+        """``implied`` is the shape that config.json implies, for sources that hold no weights."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,6 @@ class Graph:
         name: "target", "drafter_context" or "drafter_block".
         source: what the checkpoints hold.
         dtype: of float tensors between ops.
-        activations: what NVFP4 linears round their inputs to.
         owner: whose checkpoint module names refer to unless said otherwise.
     """
 
@@ -93,10 +98,9 @@ class Graph:
         source: WeightSource,
         *,
         dtype: DType = "float32",
-        activations: Activations = "nvfp4",
         owner: Owner = "target",
     ) -> None:
-        self.network = Network(name, dtype, activations)
+        self.network = Network(name, dtype)
         self._source = source
         self._owner: Owner = owner
         self._scopes: list[str] = []
@@ -136,35 +140,52 @@ class Graph:
 
     # Ops with weights
 
-    def embedding(self, module: str, token_ids: Tensor, *, vocab: int, hidden: int,
-                  owner: Owner | None = None) -> Tensor:
+    def embedding(
+        self, module: str, token_ids: Tensor, *, vocab: int, hidden: int, owner: Owner | None = None
+    ) -> Tensor:
         """token_ids int32 [rows] -> [rows, hidden]."""
-        weight = self._weight([module], (vocab, hidden), owner)
-        return self._op("embedding", module, [token_ids], [(*token_ids.shape, hidden)],
-                        weights=[weight])[0]
+        weight = self._weight([module], [vocab], hidden, owner)
+        return self._op(
+            "embedding", module, [token_ids], [(*token_ids.shape, hidden)], weights=[weight]
+        )[0]
 
-    def linear(self, module: str, x: Tensor, out_features: int, *,
-               owner: Owner | None = None) -> Tensor:
-        """x [rows, in_features] -> [rows, out_features]: x @ weight.T (+ bias)."""
-        return self._linear([module], module, x, out_features, owner)
+    def linear(
+        self,
+        module: str,
+        x: Tensor,
+        out_features: int,
+        *,
+        name: str | None = None,
+        owner: Owner | None = None,
+    ) -> Tensor:
+        """x [rows, in_features] -> [rows, out_features]: x @ weight.T (+ bias).
+
+        ``name`` is the op's, where it is not the module's.
+        """
+        return self._linear([module], name or module, x, [out_features], owner)
 
     def linears(self, modules: Sequence[str], x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Several linears of one input, fused into one where their weights are of one kind."""
-        infos = [self._describe(module, None) for module in modules]
-        if len({(i.kind, i.dtype, i.has_bias) for i in infos}) > 1:
+        in_features = _static(x.shape[-1], f"{modules[0]}: in_features")
+        infos = self._infos(modules, sizes, in_features, self._owner)
+        if not all(info.fuses_with(infos[0]) for info in infos):
             return [self.linear(m, x, size) for m, size in zip(modules, sizes, strict=True)]
-        fused = self._linear(modules, "+".join(modules), x, sum(sizes), None)
+        fused = self._linear(modules, "+".join(modules), x, sizes, None)
         return list(
-            self._op("split", f"{'+'.join(modules)}.split", [fused],
-                     [(*x.shape[:-1], size) for size in sizes], attrs={"sizes": list(sizes)})
+            self._op(
+                "split",
+                f"{'+'.join(modules)}.split",
+                [fused],
+                [(*x.shape[:-1], size) for size in sizes],
+                attrs={"sizes": list(sizes)},
+            )
         )
 
     def rms_norm(self, module: str, x: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last axis, whatever the others are."""
         features = _static(x.shape[-1], f"{module}: features")
-        weight = self._weight([module], (features,))
-        return self._op("rms_norm", module, [x], [x.shape], weights=[weight],
-                        attrs={"eps": eps})[0]
+        weight = self._weight([module], [features])
+        return self._op("rms_norm", module, [x], [x.shape], weights=[weight], attrs={"eps": eps})[0]
 
     # Attention
 
@@ -181,7 +202,10 @@ class Graph:
             )
         table = self._constant(rope.name, rope.inv_freq)
         return self._op(
-            "rotary_embedding", name, [x, positions], [x.shape],
+            "rotary_embedding",
+            name,
+            [x, positions],
+            [x.shape],
             attrs={"inv_freq": table, "scaling": rope.scaling, "interleaved": rope.interleaved},
         )[0]
 
@@ -200,8 +224,9 @@ class Graph:
                 )
         self._op("kv_append", "kv_append", [k, v, slots], [], state=state)
 
-    def tree_attention(self, q: Tensor, rows: Rows, state: State, *,
-                       window: int | None = None) -> Tensor:
+    def tree_attention(
+        self, q: Tensor, rows: Rows, state: State, *, window: int | None = None
+    ) -> Tensor:
         """q [rows, heads, head_dim] -> [rows, heads, head_dim].
 
         Each row attends its request's whole committed prefix and the rows of its own
@@ -214,9 +239,14 @@ class Graph:
                 f"{self._path('attention')}: {heads} query heads of {q.shape[2]} over "
                 f"{state.heads} KV heads of {state.head_dim}"
             )
-        return self._op("tree_attention", "attention", [q, rows.packed_mask, rows.positions],
-                        [q.shape], state=state,
-                        attrs={"scale": state.head_dim**-0.5, "window": window})[0]
+        return self._op(
+            "tree_attention",
+            "attention",
+            [q, rows.packed_mask, rows.positions],
+            [q.shape],
+            state=state,
+            attrs={"scale": state.head_dim**-0.5, "window": window},
+        )[0]
 
     # Ops without weights
 
@@ -265,19 +295,30 @@ class Graph:
         if not 1 <= k <= vocab:
             raise NetworkError(f"{self._path(name)}: top_k {k} for a vocabulary of {vocab}")
         shape = (*logits.shape[:-1], k)
-        log_probs, ids = self._op("top_k_log_probs", name, [logits], [shape, shape],
-                                  dtypes=["float32", "int32"], attrs={"k": k})
+        log_probs, ids = self._op(
+            "top_k_log_probs",
+            name,
+            [logits],
+            [shape, shape],
+            dtypes=["float32", "int32"],
+            attrs={"k": k},
+        )
         return log_probs, ids
 
     # Plumbing
 
-    def _linear(self, modules: Sequence[str], name: str, x: Tensor, out_features: int,
-                owner: Owner | None) -> Tensor:
+    def _linear(
+        self,
+        modules: Sequence[str],
+        name: str,
+        x: Tensor,
+        sizes: Sequence[int],
+        owner: Owner | None,
+    ) -> Tensor:
         in_features = _static(x.shape[-1], f"{name}: in_features")
-        weight = self._weight(modules, (out_features, in_features), owner)
-        attrs = {"activations": self.network.activations} if weight.kind == "nvfp4" else {}
-        return self._op("linear", name, [x], [(*x.shape[:-1], out_features)], weights=[weight],
-                        attrs=attrs)[0]
+        weight = self._weight(modules, sizes, in_features, owner)
+        shape = (*x.shape[:-1], sum(sizes))
+        return self._op("linear", name, [x], [shape], weights=[weight])[0]
 
     def _reshape(self, name: str, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
         return self._op("reshape", name, [x], [shape], dtypes=[x.dtype])[0]
@@ -289,25 +330,56 @@ class Graph:
     def _path(self, name: str) -> str:
         return ".".join([*self._scopes, name])
 
-    def _describe(self, module: str, owner: Owner | None) -> WeightInfo:
-        return self._source.describe(self._path(module), owner or self._owner)
+    def _weight(
+        self,
+        modules: Sequence[str],
+        sizes: Sequence[int],
+        in_features: int | None = None,
+        owner: Owner | None = None,
+    ) -> Weight:
+        """The weight of ``modules``, fused along their first axes ``sizes``; a vector
+        without in_features. The same modules give the same weight.
 
-    def _weight(self, modules: Sequence[str], shape: tuple[int, ...],
-                owner: Owner | None = None) -> Weight:
-        """The weight of ``modules`` (found again if declared before), checked against shape."""
+        Raises:
+            NetworkError: the source holds other shapes.
+        """
         owner = owner or self._owner
-        infos = [self._describe(module, owner) for module in modules]
         paths = tuple(self._path(module) for module in modules)
-        actual = (sum(i.shape[0] for i in infos), *infos[0].shape[1:])
-        if actual != shape or any(i.shape[1:] != infos[0].shape[1:] for i in infos):
-            raise NetworkError(
-                f"{' + '.join(paths)}: the checkpoint holds "
-                f"{' + '.join(str(list(i.shape)) for i in infos)}, "
-                f"config.json implies {list(shape)}"
-            )
+        infos = self._infos(modules, sizes, in_features, owner)
+        for path, size, info in zip(paths, sizes, infos, strict=True):
+            implied = _weight_shape(size, in_features)
+            if info.shape != implied:
+                raise NetworkError(
+                    f"{path}: the checkpoint holds {list(info.shape)}, "
+                    f"config.json implies {list(implied)}"
+                )
         name = f"{owner}:{'+'.join(paths)}"
-        weight = Weight(name, paths, infos[0].kind, shape, infos[0].dtype, infos[0].has_bias, owner)
+        shape = _weight_shape(sum(sizes), in_features)
+        first = infos[0]
+        weight = Weight(
+            name=name,
+            modules=paths,
+            kind=first.kind,
+            shape=shape,
+            out_sizes=tuple(sizes),
+            dtype=first.dtype,
+            has_bias=first.has_bias,
+            activations=first.activations,
+            owner=owner,
+        )
         return self.network.weights.setdefault(name, weight)
+
+    def _infos(
+        self,
+        modules: Sequence[str],
+        sizes: Sequence[int],
+        in_features: int | None,
+        owner: Owner,
+    ) -> list[WeightInfo]:
+        return [
+            self._source.describe(self._path(module), owner, _weight_shape(size, in_features))
+            for module, size in zip(modules, sizes, strict=True)
+        ]
 
     def _constant(self, name: str, values: Sequence[float]) -> str:
         if self.network.constants.setdefault(name, list(values)) != list(values):
@@ -342,10 +414,21 @@ class Graph:
         names = [path] if len(shapes) == 1 else [f"{path}.{i}" for i in range(len(shapes))]
         outputs = [self._tensor(*spec) for spec in zip(names, shapes, dtypes, strict=True)]
         self.network.ops.append(
-            Op(kind, path, tuple(t.name for t in inputs), tuple(names),
-               tuple(w.name for w in weights), state.name if state else None, dict(attrs or {}))
+            Op(
+                kind,
+                path,
+                tuple(t.name for t in inputs),
+                tuple(names),
+                tuple(w.name for w in weights),
+                state.name if state else None,
+                dict(attrs or {}),
+            )
         )
         return outputs
+
+
+def _weight_shape(size: int, in_features: int | None) -> tuple[int, ...]:
+    return (size,) if in_features is None else (size, in_features)
 
 
 def _static(dim: Dim, what: str) -> int:

@@ -34,17 +34,21 @@ class Tensor:
 class Weight:
     """One module of a checkpoint, or several fused along out_features.
 
-    shape is [out_features, in_features], or [features] for a norm's vector; dtype is
-    that of the stored elements ("bfloat16", "float16", "float32", "nvfp4"). ``owner``
-    says which checkpoint: a drafter borrows the target's embedding and head.
+    shape is [out_features, in_features], or [features] for a norm's vector, and
+    out_sizes is each module's part of the first axis; dtype is that of the stored
+    elements ("bfloat16", "float16", "float32", "nvfp4"). ``activations`` is what an
+    NVFP4 linear rounds its input to; None for dense weights. ``owner`` says which
+    checkpoint: a drafter borrows the target's embedding and head.
     """
 
     name: str
     modules: tuple[str, ...]
     kind: WeightKind
     shape: tuple[int, ...]
+    out_sizes: tuple[int, ...]
     dtype: str
     has_bias: bool
+    activations: Activations | None
     owner: Owner
 
 
@@ -87,7 +91,6 @@ class Network:
 
     name: str
     dtype: DType
-    activations: Activations
     inputs: list[str] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
@@ -115,7 +118,7 @@ class Network:
         try:
             tensors = [Tensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]]
             weights = [
-                Weight(**{**w, "modules": tuple(w["modules"]), "shape": tuple(w["shape"])})
+                Weight(**{**w, **{key: tuple(w[key]) for key in ("modules", "shape", "out_sizes")}})
                 for w in data["weights"]
             ]
             ops = [

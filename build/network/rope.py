@@ -130,9 +130,12 @@ def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
-_KINDS: dict[
-    str, Callable[[Mapping[str, Any], Mapping[str, Any], list[float], int], _Scaled]
-] = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_KINDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], list[float], int], _Scaled]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
 
 
 def _number(params: Mapping[str, Any], key: str) -> float:
