@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trtree import _core
+import trtree._core as _core
 
 FloatArray = npt.NDArray[np.float32]
 

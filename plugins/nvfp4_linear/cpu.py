@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trtree import _core
+import trtree._core as _core
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 FloatArray = npt.NDArray[np.float32]

@@ -7,6 +7,7 @@ namespace trtree {
 void bind_ddtree(nb::module_& m);
 void bind_dense_linear(nb::module_& m);
 void bind_engine(nb::module_& m);
+void bind_linear_bench(nb::module_& m);
 void bind_nvfp4_linear(nb::module_& m);
 void bind_parallel(nb::module_& m);
 void bind_thread_pool(nb::module_& m);
@@ -20,4 +21,5 @@ NB_MODULE(_core, m) {
   trtree::bind_thread_pool(m);
   trtree::bind_dense_linear(m);
   trtree::bind_nvfp4_linear(m);
+  trtree::bind_linear_bench(m);
 }
