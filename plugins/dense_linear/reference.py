@@ -1,4 +1,4 @@
-"""The dense linear in torch: products accumulated in float64, rounded to float32 once."""
+"""The dense linear in torch: products accumulated in float64, rounded once to the input's dtype."""
 
 import torch
 
@@ -16,13 +16,13 @@ class PreparedDense:
         self._bias = None if bias is None else bias.double()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x float32 [R, K] -> float32 [R, O]."""
+        """x [R, K] -> [R, O] in x's dtype (float32 or bf16)."""
         if x.ndim != 2 or x.shape[1] != self._weight.shape[1]:
             raise ValueError(
                 f"input {list(x.shape)} does not fit weight {list(self._weight.shape)}"
             )
         y = x.double() @ self._weight.T
-        return (y if self._bias is None else y + self._bias).float()
+        return (y if self._bias is None else y + self._bias).to(x.dtype)
 
 
 def dense_linear(

@@ -1,4 +1,4 @@
-"""The NVFP4 linear in torch: products accumulated in float64, rounded to float32 once.
+"""The NVFP4 linear in torch: products accumulated in float64, rounded once to the input's dtype.
 
 The oracle of the kernels. Accumulating in float64 leaves a row's output the same
 whatever batch it is in. With NVFP4 activations the sum is even exact while the
@@ -52,7 +52,7 @@ class PreparedLinear:
             self._weight = nvfp4.dequantize(weight).double()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x float32 [R, K] -> float32 [R, O]."""
+        """x [R, K] -> [R, O] in x's dtype (float32 or bf16)."""
         if x.ndim != 2 or x.shape[1] != self._weight.shape[1]:
             raise ValueError(
                 f"input {list(x.shape)} does not fit weight {list(self._weight.shape)}"
@@ -65,7 +65,7 @@ class PreparedLinear:
             y = x.bfloat16().double() @ self._weight.T
         else:
             y = x.double() @ self._weight.T
-        return (y if self._bias is None else y + self._bias).float()
+        return (y if self._bias is None else y + self._bias).to(x.dtype)
 
 
 def nvfp4_linear(

@@ -7,6 +7,7 @@ namespace trtree {
 void bind_ddtree(nb::module_& m);
 void bind_dense_linear(nb::module_& m);
 void bind_engine(nb::module_& m);
+void bind_executor(nb::module_& m);
 void bind_linear_bench(nb::module_& m);
 void bind_nvfp4_linear(nb::module_& m);
 void bind_parallel(nb::module_& m);
@@ -14,9 +15,12 @@ void bind_thread_pool(nb::module_& m);
 }  // namespace trtree
 
 NB_MODULE(_core, m) {
+  // Objects held by module globals outlive the interpreter's shutdown; that is no leak.
+  nb::set_leak_warnings(false);
   m.attr("__version__") = TRTREE_VERSION;
   trtree::bind_ddtree(m);
   trtree::bind_engine(m);
+  trtree::bind_executor(m);
   trtree::bind_parallel(m);
   trtree::bind_thread_pool(m);
   trtree::bind_dense_linear(m);

@@ -86,9 +86,7 @@ void bind_engine(nb::module_& m) {
   nb::class_<Segment>(m, "Segment", "The rows of one request within a step.")
       .def_ro("sequence", &Segment::sequence)
       .def_ro("first_row", &Segment::first_row)
-      .def_ro("num_rows", &Segment::num_rows)
-      .def_ro("mask_offset", &Segment::mask_offset)
-      .def_prop_ro("mask_words", &Segment::mask_words);
+      .def_ro("num_rows", &Segment::num_rows);
 
   nb::class_<SegmentRequest>(m, "SegmentRequest", "Rows that one request asks to be run.")
       .def(
@@ -104,6 +102,7 @@ void bind_engine(nb::module_& m) {
                              "A ragged batch of rows; see runtime/cpp/row_batch.hpp.");
   batch.def(nb::init<std::vector<SegmentRequest>>(), "requests"_a)
       .def_prop_ro("num_rows", &RowBatch::num_rows)
+      .def_ro("mask_words", &RowBatch::mask_words)
       .def_ro("segments", &RowBatch::segments);
   def_view(batch, "token_ids", &RowBatch::token_ids);
   def_view(batch, "positions", &RowBatch::positions);

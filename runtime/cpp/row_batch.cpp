@@ -1,5 +1,6 @@
 #include "runtime/cpp/row_batch.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -14,6 +15,11 @@ namespace {
 }  // namespace
 
 RowBatch::RowBatch(std::vector<SegmentRequest> requests) {
+  size_t widest = 0;
+  for (const SegmentRequest& request : requests) {
+    widest = std::max(widest, request.token_ids.size());
+  }
+  mask_words = static_cast<int32_t>((widest + 31) / 32);
   for (SegmentRequest& request : requests) {
     const auto rows = static_cast<int32_t>(request.token_ids.size());
     if (rows == 0) refuse(request.sequence, "a segment needs at least one row");
@@ -21,21 +27,21 @@ RowBatch::RowBatch(std::vector<SegmentRequest> requests) {
       refuse(request.sequence, std::to_string(request.parents.size()) + " parents for " +
                                    std::to_string(rows) + " rows");
     }
-    Segment segment{std::move(request.sequence), num_rows(), rows,
-                    static_cast<int64_t>(packed_mask.size())};
-    const int32_t words = segment.mask_words();
-    packed_mask.resize(packed_mask.size() + static_cast<size_t>(rows) * words, 0);
-    uint32_t* const mask = reinterpret_cast<uint32_t*>(packed_mask.data() + segment.mask_offset);
+    Segment segment{std::move(request.sequence), num_rows(), rows};
+    const size_t words = mask_words;
+    packed_mask.resize(packed_mask.size() + rows * words, 0);
+    uint32_t* const mask =
+        reinterpret_cast<uint32_t*>(packed_mask.data()) + segment.first_row * words;
     for (int32_t row = 0; row < rows; ++row) {
       const int32_t parent = request.parents[row];
       if (parent < -1 || parent >= row) {
         refuse(segment.sequence, "row " + std::to_string(row) + " has parent " +
                                      std::to_string(parent) + "; a parent comes before its row");
       }
-      uint32_t* const own = mask + static_cast<size_t>(row) * words;
+      uint32_t* const own = mask + row * words;
       if (parent >= 0) {
-        const uint32_t* const inherited = mask + static_cast<size_t>(parent) * words;
-        for (int32_t word = 0; word < words; ++word) own[word] = inherited[word];
+        const uint32_t* const inherited = mask + parent * words;
+        std::copy(inherited, inherited + words, own);
       }
       own[row / 32] |= uint32_t{1} << (row % 32);
       positions.push_back(parent < 0 ? segment.sequence.committed_length
@@ -55,11 +61,6 @@ RowBatch::RowBatch(std::vector<SegmentRequest> requests) {
     }
     segments.push_back(std::move(segment));
   }
-}
-
-std::span<const int32_t> RowBatch::mask_row(const Segment& segment, int32_t row) const {
-  const auto words = static_cast<size_t>(segment.mask_words());
-  return {packed_mask.data() + segment.mask_offset + static_cast<size_t>(row) * words, words};
 }
 
 }  // namespace trtree

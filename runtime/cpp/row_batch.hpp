@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <vector>
 
 namespace trtree {
@@ -27,10 +26,6 @@ struct Segment {
   Sequence sequence;
   int32_t first_row = 0;
   int32_t num_rows = 0;
-  // Index of this segment's first word in RowBatch::packed_mask.
-  int64_t mask_offset = 0;
-
-  int32_t mask_words() const { return (num_rows + 31) / 32; }
 };
 
 // What one request asks to be run: token_ids [n], parents [n]. parents[i] < i is
@@ -54,13 +49,15 @@ class RowBatch {
   explicit RowBatch(std::vector<SegmentRequest> requests);
 
   int32_t num_rows() const { return static_cast<int32_t>(token_ids.size()); }
-  std::span<const int32_t> mask_row(const Segment& segment, int32_t row_in_segment) const;
 
   std::vector<Segment> segments;
-  std::vector<int32_t> token_ids;     // [rows]
-  std::vector<int32_t> positions;     // [rows]
-  std::vector<int32_t> parents;       // [rows] within the segment, -1: committed prefix
-  std::vector<int32_t> packed_mask;   // per segment [num_rows, mask_words()], LSB first
+  std::vector<int32_t> token_ids;  // [rows]
+  std::vector<int32_t> positions;  // [rows]
+  std::vector<int32_t> parents;    // [rows] within the segment, -1: committed prefix
+  // [rows, mask_words]: bit j (LSB first) of word j / 32 in row i: row i sees row j
+  // of its own segment. mask_words fits the widest segment.
+  std::vector<int32_t> packed_mask;
+  int32_t mask_words = 0;
   std::vector<int32_t> output_rows;   // [outputs] global row indices, increasing
   std::vector<uint8_t> needs_logits;  // [outputs]
 };

@@ -1,0 +1,209 @@
+"""The engine directory: the one place that knows its files.
+
+A directory appears complete or not at all: it is written beside its final path and
+renamed. ``config.json`` is the manifest; its vocabulary is TensorRT-LLM's
+(``pretrained_config``, ``build_config``, ``mapping``, ``speculative_config``). Every
+file is listed with its size and SHA-256, but for ``calibration.json``, which belongs to
+the machine it was measured on.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from trtree.build.network.network import Network
+
+FORMAT_VERSION = 1
+MANIFEST = "config.json"
+NETWORKS = "network.json"
+TREE_TABLES = "tree_tables.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer"
+CALIBRATION = "calibration.json"
+
+_SECTIONS = ("backend", "pretrained_config", "build_config", "mapping", "speculative_config")
+
+
+class EngineDirError(ValueError):
+    """An engine directory that cannot be written or must not be loaded."""
+
+
+def weights_file(owner: str, rank: int, suffix: str) -> str:
+    """The name of a rank's weights: ``target.rank0.safetensors``."""
+    return f"{owner}.rank{rank}.{suffix}"
+
+
+class EngineDir:
+    """A complete engine directory, opened for reading."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: Path, *, verify: bool = True) -> "EngineDir":
+        """Read the manifest and check every file against it, before any weight is loaded.
+
+        Raises:
+            EngineDirError: no engine there, another format version, or a file that is
+                missing, of another size, or (with ``verify``) of another hash.
+        """
+        manifest_path = path / MANIFEST
+        if not manifest_path.is_file():
+            raise EngineDirError(
+                f"{path}: no engine here ({MANIFEST} is missing); build one with build_engine.py"
+            )
+        try:
+            manifest = json.loads(manifest_path.read_text())
+            version = manifest["format_version"]
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+            raise EngineDirError(f"{manifest_path}: not the manifest of a trtree engine") from None
+        if version != FORMAT_VERSION:
+            raise EngineDirError(
+                f"{manifest_path}: format version {version}, this trtree reads {FORMAT_VERSION}; "
+                "rebuild the engine"
+            )
+        missing = [key for key in (*_SECTIONS, "files") if key not in manifest]
+        if missing:
+            raise EngineDirError(
+                f"{manifest_path}: {', '.join(missing)} missing; rebuild the engine"
+            )
+        for name, entry in manifest["files"].items():
+            _check_file(path / name, entry, verify)
+        return cls(path, manifest)
+
+    def networks(self) -> dict[str, Network]:
+        """The stored networks by name."""
+        data = json.loads((self.path / NETWORKS).read_text())
+        return {name: Network.from_dict(network) for name, network in data.items()}
+
+    def weights_path(self, owner: str, rank: int, suffix: str) -> Path:
+        return self.path / weights_file(owner, rank, suffix)
+
+    def tree_tables(self) -> dict[str, Any] | None:
+        """The static tree, if the engine was built with one."""
+        return self._json(TREE_TABLES)
+
+    def generation_config(self) -> dict[str, Any]:
+        """Default stop ids and sampling defaults."""
+        return self._json(GENERATION_CONFIG) or {}
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / TOKENIZER
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        file = self.path / name
+        return json.loads(file.read_text()) if file.is_file() else None
+
+
+class EngineDirWriter:
+    """Fills a directory that does not exist yet; see ``writing``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def json(self, name: str, data: Any) -> None:
+        (self.path / name).write_text(json.dumps(data, indent=1) + "\n")
+
+    def networks(self, networks: Mapping[str, Network]) -> None:
+        self.json(NETWORKS, {name: network.to_dict() for name, network in networks.items()})
+
+    def copy(self, source: Path, name: str) -> None:
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+    def finish(self, manifest: Mapping[str, Any]) -> None:
+        """Hash everything and write the manifest."""
+        files = {
+            str(file.relative_to(self.path)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+            for file in sorted(self.path.rglob("*"))
+            if file.is_file() and file.name not in (CALIBRATION, MANIFEST)
+        }
+        self.json(MANIFEST, {"format_version": FORMAT_VERSION, **manifest, "files": files})
+
+
+@contextmanager
+def writing(path: Path, *, force: bool = False) -> Iterator[EngineDirWriter]:
+    """Write an engine directory: complete at ``path`` when the block ends, or not at all.
+
+    Raises:
+        EngineDirError: ``path`` exists and ``force`` is false, or is no engine directory,
+            or cannot be written (no space, no permission).
+    """
+    _check_target(path, force)
+    made = [parent for parent in path.parents if not parent.exists()]  # innermost first
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        try:
+            staging.chmod(0o755)
+            yield EngineDirWriter(staging)
+            _move_into_place(staging, path)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    finally:
+        if not path.exists():
+            for parent in made:
+                with suppress(OSError):  # not there, or not empty
+                    parent.rmdir()
+
+
+def _move_into_place(staging: Path, path: Path) -> None:
+    if not path.exists():
+        staging.replace(path)
+        return
+    # Two renames: the old engine stays whole until the new one is.
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    path.replace(old)
+    staging.replace(path)
+    shutil.rmtree(old)
+
+
+def _check_target(path: Path, force: bool) -> None:
+    if not path.exists():
+        return
+    if not force:
+        raise EngineDirError(f"{path} exists; pass --force to replace it, or another --output")
+    is_engine = path.is_dir() and ((path / MANIFEST).is_file() or not any(path.iterdir()))
+    if not is_engine:
+        raise EngineDirError(f"{path} exists and is no engine directory; not replacing it")
+
+
+def _unwritable(path: Path, error: OSError) -> EngineDirError:
+    where = f" ({error.filename})" if error.filename else ""
+    return EngineDirError(f"{path}: cannot write the engine: {error.strerror or error}{where}")
+
+
+def sha256(file: Path, progress: Callable[[int], None] | None = None) -> str:
+    """Hex digest of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 22):
+            digest.update(piece)
+            if progress:
+                progress(len(piece))
+    return digest.hexdigest()
+
+
+def _check_file(file: Path, entry: Mapping[str, Any], verify: bool) -> None:
+    if not file.is_file():
+        raise EngineDirError(f"{file}: missing; the manifest lists it. Rebuild the engine")
+    size = file.stat().st_size
+    if size != entry["bytes"]:
+        raise EngineDirError(
+            f"{file}: {size} bytes, the manifest says {entry['bytes']}; rebuild the engine"
+        )
+    if verify and (found := sha256(file)) != entry["sha256"]:
+        raise EngineDirError(
+            f"{file}: SHA-256 {found[:16]}..., the manifest says {entry['sha256'][:16]}...; "
+            "rebuild the engine"
+        )

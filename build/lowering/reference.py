@@ -1,0 +1,226 @@
+"""The reference lowering: torch, one function per op, and the oracle of the others.
+
+Every op computes in float64 and rounds its result once to the network's dtype, so
+that a row does not depend on what shares its batch and other lowerings have one
+clear number to come close to.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trtree.build.network.network import Network, NetworkError, Op
+from trtree.plugins.tree_attention import reference as attention
+from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
+
+LinearImpl = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What ops with state see of the current step."""
+
+    caches: Mapping[str, PagedKv]  # by state name
+    segments: Sequence[AttentionSegment]
+
+
+class ReferenceNetwork:
+    """A network with its weights, ready to run.
+
+    Args:
+        network: what to run.
+        dense: dense weights by weight name, as stored.
+        linears: an implementation per linear weight, float32 [rows, in] -> [rows, out].
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        dense: Mapping[str, torch.Tensor],
+        linears: Mapping[str, LinearImpl],
+    ) -> None:
+        unknown = sorted({op.kind for op in network.ops} - set(_OPS))
+        if unknown:
+            raise NetworkError(f"{network.name}: the reference lowering has no {unknown}")
+        self.network = network
+        self._dense = dense
+        self._linears = linears
+        self._constants = {
+            name: torch.tensor(values, dtype=torch.float64)
+            for name, values in network.constants.items()
+        }
+        self._last_use = _last_uses(network)
+
+    def run(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        context: StepContext,
+        observe: Callable[[Op, list[torch.Tensor]], None] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Run all ops; returns the outputs by role. ``observe`` sees every op's results."""
+        values = {name: inputs[name] for name in self.network.inputs}
+        results = {}
+        roles = {tensor: role for role, tensor in self.network.outputs.items()}
+        for index, op in enumerate(self.network.ops):
+            operands = [values[name] for name in op.inputs]
+            outputs = _OPS[op.kind](self, op, operands, context)
+            for name, value in zip(op.outputs, outputs, strict=True):
+                values[name] = value
+                if name in roles:
+                    results[roles[name]] = value
+            if observe:
+                observe(op, outputs)
+            for name in self._last_use[index]:
+                values.pop(name, None)
+        return results
+
+    def round(self, x: torch.Tensor) -> torch.Tensor:
+        """Round a wider result once to the network's dtype."""
+        return x.to(TORCH_DTYPES[self.network.dtype])
+
+    def dense(self, op: Op) -> torch.Tensor:
+        return self._dense[op.weights[0]]
+
+    def linear(self, op: Op) -> LinearImpl:
+        return self._linears[op.weights[0]]
+
+    def constant(self, name: str) -> torch.Tensor:
+        return self._constants[name]
+
+
+def _last_uses(network: Network) -> list[list[str]]:
+    """Per op, the tensors that no later op reads."""
+    last = {}
+    for index, op in enumerate(network.ops):
+        for name in (*op.inputs, *op.outputs):
+            last[name] = index
+    released: list[list[str]] = [[] for _ in network.ops]
+    for name, index in last.items():
+        released[index].append(name)
+    return released
+
+
+Operands = list[torch.Tensor]
+OpFunction = Callable[[ReferenceNetwork, Op, Operands, StepContext], list[torch.Tensor]]
+
+
+def _embedding(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [net.round(net.dense(op)[x[0].long()])]
+
+
+def _linear(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [net.linear(op)(x[0])]
+
+
+def _rms_norm(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    wide = x[0].double()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + op.attrs["eps"])
+    return [net.round(wide * scale * net.dense(op).double())]
+
+
+def _rotary_embedding(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    wide, positions = x[0].double(), x[1]
+    inv_freq = net.constant(op.attrs["inv_freq"])
+    angle = positions.double()[:, None, None] * inv_freq
+    cos, sin = angle.cos() * op.attrs["scaling"], angle.sin() * op.attrs["scaling"]
+    rotary = 2 * len(inv_freq)
+    turning, rest = wide[..., :rotary], wide[..., rotary:]
+    if op.attrs["interleaved"]:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    else:
+        a, b = turning.chunk(2, dim=-1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return [net.round(torch.cat([turned, rest], dim=-1))]
+
+
+def _kv_append(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    k, v, slots = x
+    attention.kv_append(step.caches[str(op.state)], k, v, slots, step.segments)
+    return []
+
+
+def _tree_attention(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    q, packed_mask, positions = x
+    return [
+        attention.tree_attention(
+            step.caches[str(op.state)],
+            q,
+            packed_mask,
+            positions,
+            step.segments,
+            scale=op.attrs["scale"],
+            window=op.attrs["window"],
+        )
+    ]
+
+
+def _silu_mul(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    gate, up = x[0].double(), x[1].double()
+    return [net.round(gate * torch.sigmoid(gate) * up)]
+
+
+def _add(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [net.round(x[0].double() + x[1].double())]
+
+
+def _split(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return list(x[0].split(op.attrs["sizes"], dim=-1))
+
+
+def _concat(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [torch.cat(x, dim=-1)]
+
+
+def _reshape(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    shape = net.network.tensors[op.outputs[0]].shape
+    return [x[0].reshape([len(x[0]), *(int(dim) for dim in shape[1:])])]
+
+
+def _gather_rows(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [x[0][x[1].long()]]
+
+
+def _argmax(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    _refuse_nan(op, x[0])
+    # numpy's argmax is the first of equal maxima; torch's may be any of them.
+    return [torch.from_numpy(x[0].float().numpy().argmax(axis=-1)).int()]
+
+
+def _top_k_log_probs(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    logits = x[0].float()
+    _refuse_nan(op, logits)
+    order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    ids = order.indices[:, : op.attrs["k"]]
+    lse = torch.logsumexp(logits.double(), dim=-1, keepdim=True).float()
+    return [logits.gather(-1, ids) - lse, ids.int()]
+
+
+def _refuse_nan(op: Op, logits: torch.Tensor) -> None:
+    bad = torch.isnan(logits).any(dim=-1).nonzero().flatten()
+    if len(bad):
+        raise FloatingPointError(
+            f"{op.name}: NaN in the logits of output row {int(bad[0])}; "
+            "a weight or an activation overflowed"
+        )
+
+
+_OPS: dict[str, OpFunction] = {
+    "add": _add,
+    "argmax": _argmax,
+    "concat": _concat,
+    "embedding": _embedding,
+    "gather_rows": _gather_rows,
+    "kv_append": _kv_append,
+    "linear": _linear,
+    "reshape": _reshape,
+    "rms_norm": _rms_norm,
+    "rotary_embedding": _rotary_embedding,
+    "silu_mul": _silu_mul,
+    "split": _split,
+    "top_k_log_probs": _top_k_log_probs,
+    "tree_attention": _tree_attention,
+}

@@ -1,0 +1,140 @@
+"""Weights of the reference lowering: fused, otherwise as the checkpoint stores them.
+
+One safetensors file per owner. A dense weight W is ``W.weight``; an NVFP4 one is
+``W.codes``, ``W.block_scale``, ``W.global_scale`` and, where activations are
+quantized, ``W.input_scale``; either may have ``W.bias``.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from trtree.build.checkpoint import Checkpoint
+from trtree.build.lowering.reference import LinearImpl, ReferenceNetwork
+from trtree.build.lowering.weights import View, WeightPlan, plan_weights
+from trtree.build.network.network import Network, NetworkError, Owner, Weight
+from trtree.build.tensor_file import TensorFileWriter, TensorSpec
+from trtree.plugins.dense_linear.reference import PreparedDense
+from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
+from trtree.plugins.nvfp4_linear.reference import PreparedLinear
+
+SUFFIX = "safetensors"
+
+
+def write_weights(
+    path: Path,
+    owner: Owner,
+    plan: WeightPlan,
+    checkpoint: Checkpoint,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Stream the owner's stored weights from its checkpoint to one file.
+
+    ``progress`` is told the bytes written after each weight.
+    """
+    weights = [weight for weight in plan.stored.values() if weight.owner == owner]
+    specs = {name: spec for weight in weights for name, spec in _specs(weight).items()}
+    with TensorFileWriter(path, specs) as writer:
+        for weight in weights:
+            for name, tensor in _tensors(weight, checkpoint).items():
+                writer.write(name, tensor)
+            progress(sum(spec.nbytes for spec in _specs(weight).values()))
+
+
+def stored_bytes(plan: WeightPlan, owner: Owner) -> int:
+    """What ``write_weights`` will write, headers aside."""
+    return sum(
+        spec.nbytes
+        for weight in plan.stored.values()
+        if weight.owner == owner
+        for spec in _specs(weight).values()
+    )
+
+
+def load_networks(
+    networks: Mapping[str, Network], files: Mapping[Owner, Path]
+) -> dict[str, ReferenceNetwork]:
+    """Networks with their weights read from the owners' files, each weight once."""
+    plan = plan_weights(networks.values())
+    stored = {
+        owner: _load(path, [w for w in plan.stored.values() if w.owner == owner])
+        for owner, path in files.items()
+    }
+    linears: dict[str, LinearImpl] = {}
+    loaded = {}
+    for name, network in networks.items():
+        dense = {}
+        for op in network.ops:
+            for weight in (network.weights[w] for w in op.weights):
+                tensors = _view(stored[weight.owner], plan.views[weight.name])
+                if op.kind != "linear":
+                    dense[weight.name] = tensors["weight"]
+                elif weight.name not in linears:
+                    linears[weight.name] = _linear(weight, tensors)
+        loaded[name] = ReferenceNetwork(network, dense, linears)
+    return loaded
+
+
+def _specs(weight: Weight) -> dict[str, TensorSpec]:
+    if weight.kind == "nvfp4":
+        rows, k = weight.shape
+        specs = {
+            "codes": TensorSpec((rows, k // 2), torch.uint8),
+            "block_scale": TensorSpec((rows, k // BLOCK), torch.float8_e4m3fn),
+            "global_scale": TensorSpec((), torch.float32),
+        }
+        if weight.activations == "nvfp4":
+            specs["input_scale"] = TensorSpec((), torch.float32)
+    else:
+        specs = {"weight": TensorSpec(weight.shape, getattr(torch, weight.dtype))}
+    if weight.has_bias:
+        specs["bias"] = TensorSpec(weight.shape[:1], torch.float32)
+    return {f"{weight.name}.{part}": spec for part, spec in specs.items()}
+
+
+def _tensors(weight: Weight, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    if len(weight.shape) == 1:
+        return {f"{weight.name}.weight": checkpoint.tensor(f"{weight.modules[0]}.weight")}
+    linear = checkpoint.linear(weight.modules)
+    parts: dict[str, torch.Tensor] = {}
+    if isinstance(linear.weight, QuantizedTensor):
+        parts["codes"], parts["block_scale"], parts["global_scale"] = linear.weight
+        parts["global_scale"] = parts["global_scale"].reshape(())
+        if weight.activations == "nvfp4":
+            if linear.input_scale is None:
+                raise NetworkError(f"{weight.modules[0]}: NVFP4 activations need an input_scale")
+            parts["input_scale"] = linear.input_scale.reshape(())
+    else:
+        parts["weight"] = linear.weight
+    if linear.bias is not None:
+        parts["bias"] = linear.bias.float()
+    return {f"{weight.name}.{part}": tensor for part, tensor in parts.items()}
+
+
+def _load(path: Path, weights: list[Weight]) -> dict[str, dict[str, torch.Tensor]]:
+    with safe_open(str(path), framework="pt") as file:
+        return {
+            weight.name: {
+                name.removeprefix(f"{weight.name}."): file.get_tensor(name)
+                for name in _specs(weight)
+            }
+            for weight in weights
+        }
+
+
+def _view(stored: Mapping[str, dict[str, torch.Tensor]], view: View) -> dict[str, torch.Tensor]:
+    rows = slice(view.first_row, view.first_row + view.num_rows)
+    return {
+        part: tensor[rows] if tensor.ndim else tensor
+        for part, tensor in stored[view.stored].items()
+    }
+
+
+def _linear(weight: Weight, tensors: Mapping[str, torch.Tensor]) -> LinearImpl:
+    bias = tensors.get("bias")
+    if weight.activations is None:
+        return PreparedDense(tensors["weight"], bias)
+    quantized = QuantizedTensor(tensors["codes"], tensors["block_scale"], tensors["global_scale"])
+    return PreparedLinear(quantized, tensors.get("input_scale"), weight.activations, bias)

@@ -1,0 +1,47 @@
+"""Which weights of a set of networks are stored, and how the others are part of them.
+
+The drafter's context pass fuses the keys and values of all layers into one product,
+its block pass those of one layer: the latter are rows of the former, stored once.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from trtree.build.network.network import Network, Weight
+
+
+class View(NamedTuple):
+    """Rows ``first_row`` to ``first_row + num_rows`` of a stored weight's out_features."""
+
+    stored: str
+    first_row: int
+    num_rows: int
+
+
+class WeightPlan(NamedTuple):
+    """stored: the weights that take memory; views: every weight as a part of one of them."""
+
+    stored: dict[str, Weight]
+    views: dict[str, View]
+
+
+def plan_weights(networks: Iterable[Network]) -> WeightPlan:
+    """Collect the weights of all networks, keeping of nested ones only the outermost."""
+    weights = {name: weight for network in networks for name, weight in network.weights.items()}
+    plan = WeightPlan({}, {})
+    for weight in sorted(weights.values(), key=lambda w: -len(w.modules)):
+        plan.views[weight.name] = _place(weight, plan.stored)
+        if plan.views[weight.name].stored == weight.name:
+            plan.stored[weight.name] = weight
+    return plan
+
+
+def _place(weight: Weight, stored: dict[str, Weight]) -> View:
+    count = len(weight.modules)
+    for outer in stored.values():
+        if outer.owner != weight.owner:
+            continue
+        for at in range(len(outer.modules) - count + 1):
+            if outer.modules[at : at + count] == weight.modules:
+                return View(outer.name, sum(outer.out_sizes[:at]), weight.shape[0])
+    return View(weight.name, 0, weight.shape[0])

@@ -1,0 +1,131 @@
+"""Qwen3 dense (``Qwen3ForCausalLM``): GQA with per-head q/k norms, gated MLP."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trtree.build.models.config import ConfigReader
+from trtree.build.network.graph import Graph, Rows
+from trtree.build.network.network import State, Tensor
+from trtree.build.network.rope import RopeTable, rope_table
+
+
+@dataclass(frozen=True)
+class Qwen3Config:
+    """The fields of config.json that shape the network."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    windows: tuple[int | None, ...]  # per layer: sliding window in tokens, or None
+    rope: RopeTable
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "Qwen3Config":
+        """Read config.json.
+
+        Raises:
+            NetworkError: a field is missing, of the wrong type, or not supported.
+        """
+        read = ConfigReader(config)
+        read.require("hidden_act", "silu")
+        heads = read.positive("num_attention_heads")
+        hidden = read.positive("hidden_size")
+        head_dim = read.positive("head_dim", hidden // heads)
+        return cls(
+            vocab_size=read.positive("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=read.positive("intermediate_size"),
+            num_hidden_layers=read.positive("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=read.positive("num_key_value_heads", heads),
+            head_dim=head_dim,
+            rms_norm_eps=read.number("rms_norm_eps"),
+            tie_word_embeddings=read.flag("tie_word_embeddings", False),
+            max_position_embeddings=read.positive("max_position_embeddings"),
+            windows=read.attention_windows(),
+            rope=rope_table("rope", config, head_dim),
+        )
+
+    @property
+    def head_module(self) -> str:
+        """The module whose weight turns hidden states into logits."""
+        return "model.embed_tokens" if self.tie_word_embeddings else "lm_head"
+
+
+def build(g: Graph, cfg: Qwen3Config, captured_layers: Sequence[int]) -> None:
+    """The target: rows -> argmax and logits of the output rows, captured hidden states."""
+    rows = g.rows()
+    x = g.embedding(
+        "model.embed_tokens", rows.token_ids, vocab=cfg.vocab_size, hidden=cfg.hidden_size
+    )
+    captures = {}
+    for i in range(cfg.num_hidden_layers):
+        with g.scope(f"model.layers.{i}"):
+            h = g.rms_norm("input_layernorm", x, cfg.rms_norm_eps)
+            x = g.add("attention_residual", x, attention(g, h, rows, cfg, cfg.windows[i]))
+            h = g.rms_norm("post_attention_layernorm", x, cfg.rms_norm_eps)
+            x = g.add("mlp_residual", x, gated_mlp(g, h, cfg.intermediate_size, cfg.hidden_size))
+        captures[i] = x
+    if captured_layers:
+        g.output("captured", g.concat("captured", [captures[i] for i in captured_layers]))
+    h = g.gather_rows("output_hidden", x, rows.output_rows)
+    h = g.rms_norm("model.norm", h, cfg.rms_norm_eps)
+    logits = g.linear(cfg.head_module, h, cfg.vocab_size, name="lm_head")
+    g.output("logits", logits)
+    g.output("argmax", g.argmax("argmax", logits))
+
+
+def attention(
+    g: Graph,
+    h: Tensor,
+    rows: Rows,
+    cfg: Qwen3Config,
+    window: int | None,
+    *,
+    fuse_query: bool = True,
+) -> Tensor:
+    """h [rows, hidden] -> [rows, hidden]; k and v are one product, with q unless told not to."""
+    with g.scope("self_attn"):
+        q_size = cfg.num_attention_heads * cfg.head_dim
+        kv_size = cfg.num_key_value_heads * cfg.head_dim
+        if fuse_query:
+            q, k, v = g.linears(["q_proj", "k_proj", "v_proj"], h, [q_size, kv_size, kv_size])
+        else:
+            q = g.linear("q_proj", h, q_size)
+            k, v = g.linears(["k_proj", "v_proj"], h, [kv_size, kv_size])
+        q = rotated_heads(g, "q", q, rows.positions, cfg.num_attention_heads, cfg)
+        k = rotated_heads(g, "k", k, rows.positions, cfg.num_key_value_heads, cfg)
+        kv = append(g, k, v, rows.slots, cfg)
+        out = g.tree_attention(q, rows, kv, window=window)
+        return g.linear("o_proj", g.merge_heads("merged", out), cfg.hidden_size)
+
+
+def rotated_heads(
+    g: Graph, which: str, x: Tensor, positions: Tensor, heads: int, cfg: Qwen3Config
+) -> Tensor:
+    """q or k [rows, heads * head_dim] -> normed per head and rotated [rows, heads, head_dim]."""
+    x = g.split_heads(f"{which}_heads", x, heads)
+    x = g.rms_norm(f"{which}_norm", x, cfg.rms_norm_eps)
+    return g.rotary_embedding(f"{which}_rotated", x, positions, cfg.rope)
+
+
+def append(g: Graph, k: Tensor, v: Tensor, slots: Tensor, cfg: Qwen3Config) -> State:
+    """Write rotated k [rows, heads, head_dim] and raw v [rows, heads * head_dim] to the cache."""
+    kv = g.kv_state(cfg.num_key_value_heads, cfg.head_dim)
+    g.kv_append(k, g.split_heads("v_heads", v, cfg.num_key_value_heads), slots, kv)
+    return kv
+
+
+def gated_mlp(g: Graph, h: Tensor, intermediate: int, hidden: int) -> Tensor:
+    """down(silu(gate(h)) * up(h)), h [rows, hidden]."""
+    with g.scope("mlp"):
+        gate, up = g.linears(["gate_proj", "up_proj"], h, [intermediate, intermediate])
+        return g.linear("down_proj", g.silu_mul("activated", gate, up), hidden)

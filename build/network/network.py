@@ -1,0 +1,138 @@
+"""A network as plain data: tensors, ops, weights and per-request state.
+
+``build/network/graph.py`` writes it, each lowering and engine reads it, and
+``network.json`` in the engine directory is its stored form. ``Network.ops`` is in
+execution order.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Dim = int | str  # a size, or the name of one that varies from step to step
+DType = Literal["float32", "bfloat16", "int32"]
+# What NVFP4 linears round their inputs to: E2M1 blocks of 16, bf16, or nothing.
+Activations = Literal["nvfp4", "bf16", "float32"]
+WeightKind = Literal["dense", "nvfp4"]
+Owner = Literal["target", "drafter"]
+
+
+class NetworkError(ValueError):
+    """A network that cannot be; the message names the op or module and both values."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An edge. Row-major; the first axis counts rows unless the op says otherwise."""
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One module of a checkpoint, or several fused along out_features.
+
+    shape is [out_features, in_features], or [features] for a norm's vector, and
+    out_sizes is each module's part of the first axis; dtype is that of the stored
+    elements ("bfloat16", "float16", "float32", "nvfp4"). ``activations`` is what an
+    NVFP4 linear rounds its input to; None for dense weights. ``owner`` says which
+    checkpoint: a drafter borrows the target's embedding and head.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    kind: WeightKind
+    shape: tuple[int, ...]
+    out_sizes: tuple[int, ...]
+    dtype: str
+    has_bias: bool
+    activations: Activations | None
+    owner: Owner
+
+
+@dataclass(frozen=True)
+class State:
+    """Memory a request keeps between steps; ``Engine.commit`` moves it by its kind.
+
+    "kv": keys and values [heads, head_dim] per token. Commit gathers the accepted
+    rows' slots to the front of the step's slots.
+    """
+
+    name: str
+    kind: Literal["kv"]
+    heads: int
+    head_dim: int
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class Op:
+    """One coarse operation. ``kind`` selects the implementation in every lowering."""
+
+    kind: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: tuple[str, ...] = ()
+    state: str | None = None
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Network:
+    """What runs in one call of an engine: "target", "drafter_context" or "drafter_block".
+
+    dtype is that of the float tensors between ops: every op computes wider and rounds
+    its result once to it. ``outputs`` maps a role ("argmax", "logits", "captured", ...)
+    to a tensor; ``constants`` holds shared tables of numbers, such as RoPE frequencies.
+    """
+
+    name: str
+    dtype: DType
+    inputs: list[str] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    outputs: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, Weight] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
+    constants: dict[str, list[float]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; tables keyed by name become lists."""
+        return {
+            **asdict(self),
+            "tensors": [asdict(t) for t in self.tensors.values()],
+            "weights": [asdict(w) for w in self.weights.values()],
+            "states": [asdict(s) for s in self.states.values()],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Network":
+        """The inverse of to_dict.
+
+        Raises:
+            NetworkError: a field is missing or unknown.
+        """
+        try:
+            tensors = [Tensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]]
+            weights = [
+                Weight(**{**w, **{key: tuple(w[key]) for key in ("modules", "shape", "out_sizes")}})
+                for w in data["weights"]
+            ]
+            ops = [
+                Op(**{**op, **{key: tuple(op[key]) for key in ("inputs", "outputs", "weights")}})
+                for op in data["ops"]
+            ]
+            return cls(
+                **{
+                    **data,
+                    "tensors": {t.name: t for t in tensors},
+                    "weights": {w.name: w for w in weights},
+                    "states": {s["name"]: State(**s) for s in data["states"]},
+                    "ops": ops,
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise NetworkError(f"network.json: not a network of this version ({error})") from None

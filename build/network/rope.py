@@ -1,0 +1,145 @@
+"""Rotary position embedding: from a checkpoint's ``rope_parameters`` to frequencies.
+
+Frequencies are computed once, at build time; the graph carries the numbers, so that
+every lowering turns by the same angles.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trtree.build.network.network import NetworkError
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """angle(position, i) = position * inv_freq[i]; cos and sin are multiplied by scaling.
+
+    Pairs are (x[i], x[i + n]) with n = len(inv_freq), or (x[2i], x[2i + 1]) if interleaved.
+    """
+
+    name: str
+    inv_freq: tuple[float, ...]
+    scaling: float = 1.0
+    interleaved: bool = False
+
+
+def rope_table(
+    name: str,
+    config: Mapping[str, Any],
+    rotary_dim: int,
+    *,
+    interleaved: bool = False,
+) -> RopeTable:
+    """Read the rotary parameters of a Hugging Face config.
+
+    Newer files hold ``rope_parameters``; older ones ``rope_theta`` and ``rope_scaling``.
+
+    Raises:
+        NetworkError: an unknown rope_type, or a missing or invalid parameter.
+    """
+    params = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    params.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    kind = params.get("rope_type", params.get("type", "default"))
+    if kind not in _KINDS:
+        raise NetworkError(
+            f"config.json: rope_type {kind!r} is not supported; known: {', '.join(_KINDS)}"
+        )
+    theta = _number(params, "rope_theta")
+    base = [theta ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]
+    inv_freq, scaling = _KINDS[kind](params, config, base, rotary_dim)
+    return RopeTable(name, tuple(inv_freq), scaling, interleaved)
+
+
+_Scaled = tuple[list[float], float]
+
+
+def _default(
+    params: Mapping[str, Any], config: Mapping[str, Any], base: list[float], dim: int
+) -> _Scaled:
+    return base, 1.0
+
+
+def _linear(
+    params: Mapping[str, Any], config: Mapping[str, Any], base: list[float], dim: int
+) -> _Scaled:
+    factor = _number(params, "factor")
+    return [f / factor for f in base], 1.0
+
+
+def _llama3(
+    params: Mapping[str, Any], config: Mapping[str, Any], base: list[float], dim: int
+) -> _Scaled:
+    """Slow down wavelengths above the trained context, blend in between (Llama 3.1)."""
+    factor, low, high = (
+        _number(params, key) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    context = _number(params, "original_max_position_embeddings")
+    scaled = []
+    for freq in base:
+        wavelength = 2 * math.pi / freq
+        if wavelength < context / high:
+            scaled.append(freq)
+        elif wavelength > context / low:
+            scaled.append(freq / factor)
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            scaled.append((1 - smooth) * freq / factor + smooth * freq)
+    return scaled, 1.0
+
+
+def _yarn(
+    params: Mapping[str, Any], config: Mapping[str, Any], base: list[float], dim: int
+) -> _Scaled:
+    """YaRN (arXiv 2309.00071, section 3.2): interpolate slow frequencies, keep fast ones."""
+    context = params.get("original_max_position_embeddings") or config.get(
+        "max_position_embeddings"
+    )
+    if context is None:
+        raise NetworkError("config.json: yarn needs original_max_position_embeddings")
+    factor = _number(params, "factor")
+    theta = _number(params, "rope_theta")
+    beta_fast = float(params.get("beta_fast") or 32)
+    beta_slow = float(params.get("beta_slow") or 1)
+
+    def dimension_of(rotations: float) -> float:
+        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(beta_fast), dimension_of(beta_slow)
+    if params.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = (high - low) or 0.001
+    inv_freq = []
+    for i, freq in enumerate(base):
+        interpolated = min(max((i - low) / width, 0.0), 1.0)
+        inv_freq.append(freq / factor * interpolated + freq * (1 - interpolated))
+    return inv_freq, _yarn_attention_factor(params, factor)
+
+
+def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:
+    if params.get("attention_factor") is not None:
+        return _number(params, "attention_factor")
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if params.get("mscale") and params.get("mscale_all_dim"):
+        return mscale(params["mscale"]) / mscale(params["mscale_all_dim"])
+    return mscale(1.0)
+
+
+_KINDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], list[float], int], _Scaled]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _number(params: Mapping[str, Any], key: str) -> float:
+    value = params.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise NetworkError(f"config.json: {key} must be a positive number, not {value!r}")
+    return float(value)

@@ -1,0 +1,130 @@
+"""What a user can ask of a build: a YAML file's keys, each also a flag of build_engine.py."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+
+class OptionError(ValueError):
+    """An option of the wrong type or out of range; names it, its value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Options of one build; see ``build_engine.py --help`` for what each means."""
+
+    checkpoint: Path = Path()
+    drafter: Path | None = None
+    output: Path = Path("engines/demo")
+    backend: str = "reference"
+    tree: Literal["dynamic", "static"] = "dynamic"
+    tree_budget: int = 16
+    max_tree_budget: int | None = None  # default: tree_budget, at least 64
+    top_k: int | None = None  # ranks per depth; default: as many as the budget can use
+    block_size: int | None = None  # default: the drafter's
+    activations: str | None = None  # default: the checkpoint's
+    page_size: int = 16
+    kv_tokens: int = 8192
+    max_batch_size: int = 8
+    max_num_rows: int = 512
+    max_seq_len: int | None = None  # default: the checkpoint's, at most kv_tokens
+    calibration_prompts: Path | None = None  # needed by static trees
+    calibration_tokens: int = 64  # decoded per prompt
+
+    def __post_init__(self) -> None:
+        _at_least("tree_budget", self.tree_budget, 0)
+        for name in (
+            "page_size",
+            "kv_tokens",
+            "max_batch_size",
+            "max_num_rows",
+            "calibration_tokens",
+        ):
+            _at_least(name, getattr(self, name), 1)
+        for name, least in (
+            ("max_tree_budget", 0),
+            ("top_k", 1),
+            ("block_size", 1),
+            ("max_seq_len", 2),
+        ):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), least)
+        _one_of("tree", self.tree, ("dynamic", "static"))
+        _one_of("activations", self.activations, (None, "nvfp4", "bf16", "float32"))
+        _one_of("backend", self.backend, ("reference",))
+        if self.max_tree_budget is not None and self.max_tree_budget < self.tree_budget:
+            raise OptionError(
+                f"max_tree_budget {self.max_tree_budget} is below tree_budget {self.tree_budget}"
+            )
+        if self.max_num_rows < 1 + self.largest_budget:
+            raise OptionError(
+                f"max_num_rows {self.max_num_rows} is below the largest verify width "
+                f"{1 + self.largest_budget} (1 + max_tree_budget)"
+            )
+
+    @property
+    def verify_width(self) -> int:
+        """Rows of a full draft tree: the budget counts nodes, the root is one more."""
+        return 1 + self.tree_budget
+
+    @property
+    def largest_budget(self) -> int:
+        """The largest budget a request may ask for; it bounds the verify width."""
+        return max(self.tree_budget, 64) if self.max_tree_budget is None else self.max_tree_budget
+
+    @property
+    def num_pages(self) -> int:
+        return -(-self.kv_tokens // self.page_size)
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> "BuildOptions":
+        """A copy with every override that is not None."""
+        return self.with_changes({k: v for k, v in overrides.items() if v is not None})
+
+    def with_changes(self, changes: Mapping[str, Any]) -> "BuildOptions":
+        """A copy with these options, checked like any."""
+        return replace(self, **changes)
+
+
+def read_options(file: Path) -> BuildOptions:
+    """Read a YAML file; relative checkpoint paths are relative to it.
+
+    Raises:
+        OptionError: not readable, not YAML, an unknown key, or an invalid value.
+    """
+    try:
+        data = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise OptionError(f"{file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise OptionError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise OptionError(f"{file}: expected a mapping of options")
+    known = {field.name for field in fields(BuildOptions)}
+    unknown = sorted(set(map(str, data)) - known)
+    if unknown:
+        raise OptionError(
+            f"{file}: unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
+    for key in ("checkpoint", "drafter", "calibration_prompts"):
+        if data.get(key) is not None:
+            data[key] = file.parent / str(data[key])
+    if data.get("output") is not None:
+        data["output"] = Path(str(data["output"]))
+    try:
+        return BuildOptions(**data)
+    except OptionError as error:
+        raise OptionError(f"{file}: {error}") from None
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"{name} must be an integer of at least {least}, not {value!r}")
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        names = ", ".join(str(a) for a in allowed if a is not None)
+        raise OptionError(f"{name} must be one of {names}, not {value!r}")
