@@ -69,6 +69,7 @@ OutputArray<float> linear(const InputArray<uint8_t, 1>& packed, const InputArray
 void bind_nvfp4_linear(nb::module_& parent) {
   nb::module_ m = parent.def_submodule("nvfp4_linear", "See plugins/nvfp4_linear/README.md.");
   m.def("packed_size", &nvfp4::packed_size, "out_features"_a, "in_features"_a);
+  m.def("output_scale", &nvfp4::output_scale, "global_scale"_a, "input_scale"_a.none());
   m.def("pack", &pack, "codes"_a, "block_scales"_a);
   m.def("quantize_rows", &quantize_rows, "x"_a, "input_scale"_a, "parallel"_a, "isa"_a);
   m.def("linear", &linear, "packed"_a, "x"_a, "out_features"_a, "global_scale"_a,

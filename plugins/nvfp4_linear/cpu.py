@@ -57,7 +57,8 @@ def linear(
         bias: float32 [O].
         segment_bounds: in blocks of 16, from 0 to K / 16 in 1 to 8 steps; by default 8
             segments cut at floor(i * blocks / 8).
-        partial_sums: return [R, segments, O], the segments' sums before scale and bias.
+        partial_sums: return [R, segments, O], the segments' sums, to be added in order
+            and then multiplied by `output_scale`.
         parallel: `_core.ThreadPool(n)`, or the calling thread alone.
         isa: "portable", "avx2" or "avx512"; by default the best that the CPU has.
 
@@ -77,6 +78,11 @@ def linear(
         isa,
     )
     return result
+
+
+def output_scale(global_scale: float, input_scale: float | None) -> float:
+    """What the sum of a linear's segments is multiplied by before the bias is added."""
+    return float(_core.nvfp4_linear.output_scale(global_scale, input_scale))
 
 
 def quantize_rows(

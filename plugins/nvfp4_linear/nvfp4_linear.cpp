@@ -103,7 +103,7 @@ void Input::quantize(const float* x, int64_t rows, int64_t k, int64_t x_stride, 
 void Input::round_to_bf16(const float* x, int64_t rows, int64_t k, int64_t x_stride,
                           Parallel& parallel, Isa isa) {
   reset(rows, k, sizeof(Bf16Block));
-  input_scale_ = 0;
+  input_scale_.reset();
   const auto round_row = kernels(isa).round_row;
   parallel.parallel_for(rows, grain(k), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
@@ -120,6 +120,12 @@ void Input::quantized_row(int64_t row, int8_t* values, float* block_scales) cons
   }
 }
 
+// Sums are of doubled E2M1 values: of both factors, or of the weights alone. Weights'
+// block scales are read / 256, which NVFP4 activations already make up for.
+float output_scale(float global_scale, std::optional<float> input_scale) {
+  return input_scale ? global_scale * *input_scale * 0.25f : global_scale * 128.0f;
+}
+
 void linear(const Weight& weight, const Input& input, const LinearOutput& output,
             Parallel& parallel, Isa isa) {
   const int64_t k = weight.in_features;
@@ -130,7 +136,7 @@ void linear(const Weight& weight, const Input& input, const LinearOutput& output
                                 ", the segments end at block " +
                                 std::to_string(weight.segments.bounds[weight.segments.count]));
   }
-  const bool w4a4 = input.input_scale_ > 0;
+  const bool w4a4 = input.input_scale_.has_value();
   LinearJob job;
   job.weight = weight.packed.data();
   job.tile_bytes = tile_bytes(k);
@@ -140,10 +146,7 @@ void linear(const Weight& weight, const Input& input, const LinearOutput& output
   job.input_stride = input.buffer_.stride();
   job.rows = input.rows();
   job.segments = weight.segments;
-  // Sums are of doubled E2M1 values: of both factors, or of the weights alone. Weight
-  // block scales are read / 256, which NVFP4 activations already make up for.
-  job.scale =
-      w4a4 ? weight.global_scale * input.input_scale_ * 0.25f : weight.global_scale * 128.0f;
+  job.scale = output_scale(weight.global_scale, input.input_scale_);
   job.bias = weight.bias;
   job.output = output;
   run_tiles(job, w4a4 ? kernels(isa).w4a4 : kernels(isa).w4a16, parallel);

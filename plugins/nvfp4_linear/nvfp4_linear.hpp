@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "plugins/cpu_isa.hpp"
@@ -46,6 +47,7 @@ class Input {
 
   int64_t rows() const { return buffer_.rows(); }
   int64_t in_features() const { return in_features_; }
+  std::optional<float> input_scale() const { return input_scale_; }  // none: bf16
 
   // For a quantized row: 2 * e2m1 [K] and block scales [K/16].
   void quantized_row(int64_t row, int8_t* values, float* block_scales) const;
@@ -56,8 +58,12 @@ class Input {
 
   RowBuffer buffer_;
   int64_t in_features_ = 0;
-  float input_scale_ = 0;  // 0: bf16
+  std::optional<float> input_scale_;
 };
+
+// What the sum over a linear's segments is multiplied by, before the bias is added;
+// input_scale: as the input was quantized, none for bf16.
+float output_scale(float global_scale, std::optional<float> input_scale);
 
 // y = x W^T * scale + bias into output [rows, O], or the sums of each segment. W4A4 or
 // W4A16 as the input was prepared; every output depends on its own row alone, and its

@@ -1,16 +1,21 @@
-"""Random NVFP4 linears for the tests of the CPU kernels."""
+"""Random NVFP4 linears, and what else the tests of the CPU kernels share."""
 
+import ctypes
+import mmap
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
 import trtree._core as _core
 from trtree.plugins import nvfp4_linear
 from trtree.plugins.nvfp4_linear import format as nvfp4
 from trtree.plugins.nvfp4_linear.reference import Activations
 from trtree.plugins.nvfp4_linear.reference import nvfp4_linear as reference
 
+Scalar = TypeVar("Scalar", bound=np.generic)
 FloatArray = npt.NDArray[np.float32]
 
 
@@ -29,6 +34,29 @@ POOL = _core.ThreadPool(2)
 
 def assert_same_bits(a: FloatArray, b: FloatArray) -> None:
     np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
+
+
+def fma(a: FloatArray, b: FloatArray, c: FloatArray) -> FloatArray:
+    """a * b + c in float32, rounded once: long doubles hold what the tests feed it."""
+    wide = a.astype(np.longdouble) * b.astype(np.longdouble) + c.astype(np.longdouble)
+    return wide.astype(np.float32)
+
+
+_guarded: list[mmap.mmap] = []  # kept, as their last pages cannot be touched
+
+
+def before_guard_page(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """A copy that ends where reading on is a fault."""
+    pages = -(-array.nbytes // mmap.PAGESIZE)
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    _guarded.append(memory)
+    data = np.frombuffer(memory, np.uint8)
+    end = pages * mmap.PAGESIZE
+    guard = ctypes.c_void_p(data.ctypes.data + end)
+    assert ctypes.CDLL(None).mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    copy = data[end - array.nbytes : end].view(array.dtype).reshape(array.shape)
+    copy[:] = array
+    return copy
 
 
 def even_bounds(blocks: int) -> list[int]:
@@ -92,7 +120,6 @@ class Case:
 
     def output_scale(self, activations: Activations) -> np.float32:
         """What segment sums are multiplied by."""
-        scale = np.float32(self.weight.global_scale)
-        if activations == "nvfp4":
-            return scale * np.float32(self.input_scale) * np.float32(0.25)
-        return scale * np.float32(0.5)
+        input_scale = self.input_scale if activations == "nvfp4" else None
+        scale = nvfp4_linear.output_scale(self.weight.global_scale.item(), input_scale)
+        return np.float32(scale)
