@@ -29,9 +29,7 @@ inline Lanes fill(float value) { return Lanes{} + value; }
 
 inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<Lanes>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a),
-                                                 reinterpret_cast<__m512>(b),
-                                                 reinterpret_cast<__m512>(c)));
+  return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
   union Halves {
     Lanes whole;
@@ -83,7 +81,7 @@ inline Lanes exp_negative(Lanes x) {
   p = fma(p, r, fill(5.0000001201e-1f));
   p = fma(p, r * r, r) + 1.0f;
   const IntLanes exponent = (__builtin_convertvector(n, IntLanes) + 127) << 23;
-  const Lanes result = p * reinterpret_cast<const Lanes&>(exponent);
+  const Lanes result = p * __builtin_bit_cast(Lanes, exponent);
   return underflow ? Lanes{} : result;
 }
 

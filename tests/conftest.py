@@ -11,7 +11,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from engines import build_demo
-
 from trtree.runtime.session import Session
 
 # Many small operations: threads cost more than they bring, most of all on a busy machine.

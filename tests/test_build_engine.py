@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import DEMO, ROOT, tiny_config, write_target
 from safetensors.torch import load_file, save_file
 
+from engines import DEMO, ROOT, tiny_config, write_target
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.runtime.session import Session
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trtree.build.checkpoint import Checkpoint
+from trtree.build.engine_dir import PLAN, EngineDirWriter, weights_file
 from trtree.build.lowering.weights import View, WeightPlan
 from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
 from trtree.plugins.dense_linear import cpu as dense_cpu
@@ -29,12 +30,27 @@ SEGMENTS = 8
 _VIEWS = ("split", "reshape")
 
 
+def write_files(
+    out: EngineDirWriter,
+    networks: Mapping[str, Network],
+    weights: WeightPlan,
+    checkpoints: Mapping[Owner, Checkpoint],
+    progress: Callable[[int], None],
+) -> None:
+    """Write every owner's packed weights and ``plan.json``."""
+    entries: dict[str, dict[str, Any]] = {}
+    for owner, checkpoint in checkpoints.items():
+        path = out.path / weights_file(owner, 0, SUFFIX)
+        entries |= write_weights(path, owner, weights, checkpoint, progress)
+    out.json(PLAN, make_plan(networks, weights, entries))
+
+
 def write_weights(
     path: Path,
     owner: Owner,
     plan: WeightPlan,
     checkpoint: Checkpoint,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None],
 ) -> dict[str, dict[str, Any]]:
     """Stream the owner's weights, packed, to one file.
 
@@ -48,9 +64,7 @@ def write_weights(
         for weight in plan.stored.values():
             if weight.owner == owner:
                 start = file.tell()
-                entries[weight.name] = _write_weight(file, weight, checkpoint) | {
-                    "file": path.name
-                }
+                entries[weight.name] = _write_weight(file, weight, checkpoint) | {"file": path.name}
                 progress(file.tell() - start)
     return entries
 

@@ -1,12 +1,14 @@
 """The CPU engine: loads a plan and its packed weights into the C++ engine."""
 
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 from trtree import _core
 from trtree._core import cpu
 from trtree.build.engine_dir import EngineDir
 from trtree.runtime.engines.manifest import capabilities_of
+
+Struct = TypeVar("Struct")
 
 
 def load_cpu_engine(
@@ -52,7 +54,7 @@ def _network(data: dict[str, Any]) -> cpu.PlanNetwork:
     return network
 
 
-def _fill[T](struct: T, values: dict[str, Any], *, kind: Any = None) -> T:
+def _fill(struct: Struct, values: dict[str, Any], *, kind: Any = None) -> Struct:
     for name, value in values.items():
         if name == "kind":
             value = kind[value]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import DEMO, tiny_config, write_target
 
+from engines import DEMO, tiny_config, write_target
 from trtree import _core
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint
