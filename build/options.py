@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import yaml
 
+from trtree.build.network.network import Activations
+
 
 class OptionError(ValueError):
     """An option of the wrong type or out of range; names it, its value and what is allowed."""
@@ -25,7 +27,7 @@ class BuildOptions:
     max_tree_budget: int | None = None  # default: tree_budget, at least 64
     top_k: int | None = None  # ranks per depth; default: as many as the budget can use
     block_size: int | None = None  # default: the drafter's
-    activations: str | None = None  # default: the checkpoint's
+    activations: Activations | None = None  # default: the checkpoint's
     page_size: int = 16
     kv_tokens: int = 8192
     max_batch_size: int = 8

@@ -64,7 +64,7 @@ class ReferenceEngine(_core.Engine):
         inputs = {
             "token_ids": torch.tensor(batch.token_ids),
             "positions": torch.tensor(batch.positions),
-            "slots": _slots(segments.values()),
+            "slots": _slots(list(segments.values())),
             "packed_mask": torch.tensor(batch.packed_mask).reshape(-1, batch.mask_words),
             "output_rows": torch.tensor(batch.output_rows),
         }
@@ -132,12 +132,14 @@ class ReferenceEngine(_core.Engine):
     def _extend_drafter(self, step: _Step, accepted: Mapping[int, torch.Tensor]) -> None:
         if not accepted or step.captured is None:
             return
-        segments, global_rows = [], []
+        segments: list[AttentionSegment] = []
+        global_rows: list[torch.Tensor] = []
+        first = 0
         for request_id, rows in accepted.items():
             at = step.segments[request_id]
-            first = sum(len(chosen) for chosen in global_rows)
             segments.append(AttentionSegment(first, len(rows), at.prefix_length, at.pages))
             global_rows.append(at.first_row + rows)
+            first += len(rows)
         chosen = torch.cat(global_rows)
         inputs = {
             "captured": step.captured[chosen],
