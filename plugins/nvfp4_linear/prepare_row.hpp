@@ -28,16 +28,18 @@ inline float round_to(float x, uint32_t mantissa_bits, int min_exponent) {
   return (x + shifter) - shifter;
 }
 
-inline void quantize_block(const float* x, float input_scale, QuantizedBlock& out) {
-  uint32_t largest = 0;  // magnitudes compare as integers, with NaN above all
+// Bits of the largest magnitude; magnitudes compare as integers, with NaN above all.
+inline uint32_t largest_magnitude(const float* x) {
+  uint32_t largest = 0;
 #pragma GCC unroll 1
   for (int i = 0; i < kBlock; ++i) {
     const uint32_t magnitude = bits_of(x[i]) & kMagnitude;
     largest = magnitude > largest ? magnitude : largest;
   }
-  float scale = float_of(largest) / (6.0f * input_scale);
-  scale = round_to(scale > 448.0f ? 448.0f : scale, 3, -6);
-  const float step = scale * input_scale;
+  return largest;
+}
+
+inline void quantize_block(const float* x, float step, QuantizedBlock& out) {
   const bool zero = !(step > 0.0f);
   const float divisor = zero ? 1.0f : step;
   const uint32_t keep = zero ? 0 : ~0u;
@@ -57,11 +59,29 @@ inline void quantize_block(const float* x, float input_scale, QuantizedBlock& ou
 #pragma GCC unroll 1
   for (int i = 0; i < kBlock; ++i) out.values[i] = static_cast<int8_t>(codes[i]);
   out.offset = -12 * sum;
-  out.scale = 256.0f * scale;
 }
 
+// Many blocks at a time, so that no step waits for the one before: magnitudes, then
+// scales, then codes.
 void quantize_row(const float* x, int64_t k, float input_scale, QuantizedBlock* blocks) {
-  for (int64_t b = 0; b < k / kBlock; ++b) quantize_block(x + b * kBlock, input_scale, blocks[b]);
+  constexpr int64_t kBatch = 32;
+  for (int64_t first = 0; first < k / kBlock; first += kBatch) {
+    const int64_t left = k / kBlock - first;
+    const int64_t n = left < kBatch ? left : kBatch;
+    float scales[kBatch];
+    for (int64_t b = 0; b < n; ++b) {
+      scales[b] = float_of(largest_magnitude(x + (first + b) * kBlock));
+    }
+    for (int64_t b = 0; b < n; ++b) {
+      const float scale = scales[b] / (6.0f * input_scale);
+      scales[b] = round_to(scale > 448.0f ? 448.0f : scale, 3, -6);
+    }
+    for (int64_t b = 0; b < n; ++b) {
+      QuantizedBlock& out = blocks[first + b];
+      out.scale = 256.0f * scales[b];
+      quantize_block(x + (first + b) * kBlock, scales[b] * input_scale, out);
+    }
+  }
 }
 
 // Nearest bf16, ties to even; NaN stays NaN. Magnitudes under 2^-100 become zero: the

@@ -61,6 +61,7 @@ void ThreadPool::parallel_for(int64_t n, int64_t grain, RangeFn fn) {
     if (n > 0) fn(0, n);
     return;
   }
+  const std::lock_guard lock(turn_);
   fn_ = &fn;
   n_ = n;
   grain_ = grain;

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -12,8 +13,8 @@ namespace trtree {
 
 // The calling thread works too, so a pool of n owns n - 1 threads. They spin for a
 // few tens of microseconds after each piece of work, as the next linear of a step
-// follows at once, and then sleep in the kernel. One parallel_for at a time. A thread
-// that wakes too late is not waited for.
+// follows at once, and then sleep in the kernel. Calls of parallel_for from
+// several threads take turns. A thread that wakes too late is not waited for.
 class ThreadPool final : public Parallel {
  public:
   // Throws std::invalid_argument unless 1 <= num_threads <= 256.
@@ -29,6 +30,7 @@ class ThreadPool final : public Parallel {
   void work();
   void take_ranges(RangeFn fn);
 
+  std::mutex turn_;
   // The job; written only while it is closed and no worker is inside.
   const RangeFn* fn_ = nullptr;
   int64_t n_ = 0;
