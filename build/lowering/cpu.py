@@ -133,8 +133,8 @@ def _packed_bytes(weight: Weight) -> int:
     if len(weight.shape) == 1:
         return 4 * weight.shape[0]
     if weight.kind == "nvfp4":
-        return bias + nvfp4_cpu.packed_size(*weight.shape)
-    return bias + dense_cpu.packed_size(*weight.shape, weight.dtype)
+        return bias + nvfp4_cpu.packed_size(weight.shape[0], weight.shape[1])
+    return bias + dense_cpu.packed_size(weight.shape[0], weight.shape[1], weight.dtype)
 
 
 def _segment_bounds(in_features: int) -> list[int]:

@@ -69,8 +69,7 @@ void attend(const Attention& attention, Parallel& parallel, Isa isa) {
   const PagedKv& cache = attention.cache;
   if (cache.head_dim % kLanes != 0) {
     throw std::invalid_argument("tree attention needs a head size that is a multiple of " +
-                                std::to_string(kLanes) + ", not " +
-                                std::to_string(cache.head_dim));
+                                std::to_string(kLanes) + ", not " + std::to_string(cache.head_dim));
   }
   std::vector<Tile> tiles;
   for (const Segment& segment : attention.segments) {

@@ -126,8 +126,7 @@ inline void attend_tile(const Attention& attention, const Tile& tile, std::vecto
     const int64_t oldest =
         attention.window > 0 ? std::max(0, attention.positions[row] - attention.window + 1) : 0;
     seen[r] = attention.visibility->row(row);
-    while (!seen[r].empty() &&
-           attention.positions[segment.first_row + seen[r].front()] < oldest) {
+    while (!seen[r].empty() && attention.positions[segment.first_row + seen[r].front()] < oldest) {
       seen[r] = seen[r].subspan(1);
     }
     const int64_t start = std::min<int64_t>(oldest, segment.prefix_length);

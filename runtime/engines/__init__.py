@@ -23,8 +23,12 @@ def load_engine(engine: EngineDir, *, num_threads: int | None = None) -> _core.E
 
         return load_cpu_engine(engine, num_threads=num_threads)
     if backend == "reference":
+        import torch
+
         from trtree.runtime.engines.reference import ReferenceEngine
 
+        # Its many small operations run several times slower on two threads than on one.
+        torch.set_num_threads(num_threads or 1)
         return ReferenceEngine(engine)
     raise EngineDirError(f"{engine.path}: backend {backend!r} is not known to this trtree")
 

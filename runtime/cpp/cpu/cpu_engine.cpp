@@ -20,11 +20,10 @@ attention::Segment attention_segment(const Sequence& sequence, int32_t first_row
 void check_pages(const Sequence& sequence, int32_t num_rows, const Capabilities& capabilities) {
   const int64_t slots = static_cast<int64_t>(sequence.pages.size()) * capabilities.page_size;
   if (sequence.committed_length + num_rows > slots) {
-    throw std::invalid_argument(
-        "request " + std::to_string(sequence.request_id) + ": " +
-        std::to_string(sequence.committed_length + num_rows) + " KV slots in " +
-        std::to_string(sequence.pages.size()) + " pages of " +
-        std::to_string(capabilities.page_size));
+    throw std::invalid_argument("request " + std::to_string(sequence.request_id) + ": " +
+                                std::to_string(sequence.committed_length + num_rows) +
+                                " KV slots in " + std::to_string(sequence.pages.size()) +
+                                " pages of " + std::to_string(capabilities.page_size));
   }
   for (const int32_t page : sequence.pages) {
     if (page < 0 || page >= capabilities.num_pages) {
@@ -56,7 +55,8 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
   int64_t floats = 0;
   for (const PlanState& state : plan_.states) floats += 2 * slots * state.heads * state.head_dim;
   pool_.reset(static_cast<float*>(std::calloc(floats, sizeof(float))));
-  if (!pool_) throw std::runtime_error("no memory for " + std::to_string(floats * 4) + " bytes of KV");
+  if (!pool_)
+    throw std::runtime_error("no memory for " + std::to_string(floats * 4) + " bytes of KV");
   float* next = pool_.get();
   for (const PlanState& state : plan_.states) {
     const int64_t size = slots * state.heads * state.head_dim;

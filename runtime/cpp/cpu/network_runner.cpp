@@ -10,9 +10,10 @@ namespace trtree::cpu {
 WeightTable::WeightTable(const Plan& plan) {
   for (size_t i = 0; i < plan.weights.size(); ++i) {
     const PlanWeight& weight = plan.weights[i];
-    const auto& file = files_.try_emplace(weight.file, plan.directory + "/" + weight.file)
-                           .first->second;
-    const int64_t bias_end = weight.bias_offset < 0 ? 0 : weight.bias_offset + 4 * weight.out_features;
+    const auto& file =
+        files_.try_emplace(weight.file, plan.directory + "/" + weight.file).first->second;
+    const int64_t bias_end =
+        weight.bias_offset < 0 ? 0 : weight.bias_offset + 4 * weight.out_features;
     const auto size = static_cast<int64_t>(file.bytes().size());
     if (weight.offset + weight.bytes > size || bias_end > size) {
       throw std::runtime_error(plan.directory + "/" + weight.file + ": " + std::to_string(size) +
@@ -20,10 +21,10 @@ WeightTable::WeightTable(const Plan& plan) {
                                std::to_string(std::max(weight.offset + weight.bytes, bias_end)));
     }
     const auto bytes = file.bytes().subspan(weight.offset, weight.bytes);
-    const float* const bias = weight.bias_offset < 0
-                                  ? nullptr
-                                  : reinterpret_cast<const float*>(file.bytes().data() +
-                                                                   weight.bias_offset);
+    const float* const bias =
+        weight.bias_offset < 0
+            ? nullptr
+            : reinterpret_cast<const float*>(file.bytes().data() + weight.bias_offset);
     const auto index = static_cast<int32_t>(i);
     if (weight.kind == WeightKind::kVector) {
       vectors_[index] = reinterpret_cast<const float*>(bytes.data());
@@ -32,19 +33,22 @@ WeightTable::WeightTable(const Plan& plan) {
     const int64_t blocks = (weight.in_features + kBlock - 1) / kBlock;
     const Segments segments = Segments::from_bounds(weight.segments, blocks);
     if (weight.kind == WeightKind::kNvfp4) {
-      nvfp4_[index] = {bytes, weight.out_features, weight.in_features, weight.global_scale,
-                       segments, bias};
+      nvfp4_[index] = {
+          bytes, weight.out_features, weight.in_features, weight.global_scale, segments, bias};
     } else {
-      dense_[index] = {bytes, weight.out_features, weight.in_features,
-                       dense::dtype_from_name(weight.dtype), segments, bias};
+      dense_[index] = {bytes,
+                       weight.out_features,
+                       weight.in_features,
+                       dense::dtype_from_name(weight.dtype),
+                       segments,
+                       bias};
     }
   }
 }
 
 NetworkRunner::NetworkRunner(const Plan& plan, const PlanNetwork& network,
-                             const WeightTable& weights,
-                             std::span<const attention::PagedKv> caches, Parallel& parallel,
-                             Isa isa)
+                             const WeightTable& weights, std::span<const attention::PagedKv> caches,
+                             Parallel& parallel, Isa isa)
     : plan_(plan),
       network_(network),
       weights_(weights),
@@ -59,8 +63,8 @@ void NetworkRunner::prepare(int64_t num_rows, int64_t num_outputs) {
   num_outputs_ = num_outputs;
   for (size_t i = 0; i < buffers_.size(); ++i) {
     const PlanBuffer& buffer = network_.buffers[i];
-    const auto size = static_cast<size_t>((buffer.per_output ? num_outputs : num_rows) *
-                                          buffer.width);
+    const auto size =
+        static_cast<size_t>((buffer.per_output ? num_outputs : num_rows) * buffer.width);
     if (buffers_[i].size() < size) buffers_[i].resize(size);
   }
 }
@@ -70,8 +74,7 @@ Matrix NetworkRunner::tensor(int32_t index) const {
   const bool per_output = network_.buffers[tensor.buffer].per_output;
   // Buffers belong to the runner; a const runner still hands out writable rows to its ops.
   float* const data = const_cast<float*>(buffers_[tensor.buffer].data());
-  return {data + tensor.offset, per_output ? num_outputs_ : num_rows_, tensor.width,
-          tensor.stride};
+  return {data + tensor.offset, per_output ? num_outputs_ : num_rows_, tensor.width, tensor.stride};
 }
 
 void NetworkRunner::run(const StepRows& rows, int32_t top_k) {
@@ -96,8 +99,7 @@ void NetworkRunner::run(const StepRows& rows, int32_t top_k) {
         break;
       case OpKind::kKvAppend: {
         const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
-        attention::append(caches_[op.state], rows.segments, {k.data, k.stride},
-                          {v.data, v.stride});
+        attention::append(caches_[op.state], rows.segments, {k.data, k.stride}, {v.data, v.stride});
         break;
       }
       case OpKind::kLinear:
@@ -111,7 +113,8 @@ void NetworkRunner::run(const StepRows& rows, int32_t top_k) {
         rotate(op, rows);
         break;
       case OpKind::kSiluMul:
-        silu_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_, isa_);
+        silu_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_,
+                 isa_);
         break;
       case OpKind::kTopKLogProbs:
         top_k_log_probs(op, top_k);
@@ -198,8 +201,7 @@ void NetworkRunner::top_k_log_probs(const PlanOp& op, int32_t top_k) {
   outputs_.token_ids.resize(size);
   ddtree::top_k_log_probs({logits.data, static_cast<size_t>(logits.rows * logits.width)},
                           static_cast<int32_t>(logits.rows), static_cast<int32_t>(logits.width),
-                          top_k, parallel_.num_threads(), outputs_.log_probs,
-                          outputs_.token_ids);
+                          top_k, parallel_.num_threads(), outputs_.log_probs, outputs_.token_ids);
 }
 
 }  // namespace trtree::cpu

@@ -48,18 +48,18 @@ struct PlanOp {
   int32_t weight = -1;
   int32_t state = -1;
   int32_t rope = -1;
-  int32_t heads = 1;        // rms_norm, rotary: vectors per row
-  float scale = 1;          // tree_attention
-  double eps = 0;           // rms_norm
-  int32_t window = 0;       // tree_attention; 0: none
-  bool causal_mask = false; // tree_attention: of a drafter's block
+  int32_t heads = 1;         // rms_norm, rotary: vectors per row
+  float scale = 1;           // tree_attention
+  double eps = 0;            // rms_norm
+  int32_t window = 0;        // tree_attention; 0: none
+  bool causal_mask = false;  // tree_attention: of a drafter's block
 };
 
 struct PlanNetwork {
   std::vector<PlanBuffer> buffers;
   std::vector<PlanTensor> tensors;
   std::vector<PlanOp> ops;
-  int32_t captured_input = -1;   // tensors by role, -1: none
+  int32_t captured_input = -1;  // tensors by role, -1: none
   int32_t captured_output = -1;
   int32_t logits = -1;
 };
@@ -68,15 +68,15 @@ enum class WeightKind { kNvfp4, kDense, kVector };
 
 struct PlanWeight {
   WeightKind kind = WeightKind::kDense;
-  std::string file;       // in the engine directory
-  int64_t offset = 0;     // of the packed weight in the file, a multiple of 64
+  std::string file;    // in the engine directory
+  int64_t offset = 0;  // of the packed weight in the file, a multiple of 64
   int64_t bytes = 0;
   int64_t bias_offset = -1;
   int64_t out_features = 0;
   int64_t in_features = 0;
-  std::string dtype;      // dense: of the stored elements
-  float global_scale = 0;  // NVFP4
-  float input_scale = 0;   // NVFP4 with quantized activations; 0: bf16 activations
+  std::string dtype;              // dense: of the stored elements
+  float global_scale = 0;         // NVFP4
+  float input_scale = 0;          // NVFP4 with quantized activations; 0: bf16 activations
   std::vector<int64_t> segments;  // bounds of the K segments, in blocks of 16
 };
 

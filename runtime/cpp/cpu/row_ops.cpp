@@ -122,8 +122,7 @@ void rotary_embedding(const Matrix& x, const double* angles, const PlanRope& rop
   });
 }
 
-void silu_mul(const Matrix& gate, const Matrix& up, const Matrix& y, Parallel& parallel,
-              Isa isa) {
+void silu_mul(const Matrix& gate, const Matrix& up, const Matrix& y, Parallel& parallel, Isa isa) {
   const trtree::silu_mul::RowKernel kernel = trtree::silu_mul::row_kernel(isa);
   parallel.parallel_for(y.rows, kRowGrain, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) kernel(gate.row(r), up.row(r), y.width, y.row(r));
