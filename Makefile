@@ -43,6 +43,7 @@ test-full: $(VENV)/.oracles lint
 lint: $(VENV)/.oracles
 	mkdir -p .mypy/trtree
 	for part in build plugins runtime; do ln -sfn ../../$$part .mypy/trtree/$$part; done
+	$(BIN)/python -m nanobind.stubgen -q -r -m trtree._core -O .mypy/trtree
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.mypy $(BIN)/mypy -p trtree

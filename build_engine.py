@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table
 
@@ -96,9 +97,8 @@ def _calibration(description: builder.EngineDescription) -> Any:
 
 
 def _plan_table(plan: builder.EngineDescription) -> Table:
-    table = Table(title=f"{plan.options.checkpoint}: plan per rank (1 rank)")
-    table.add_column("what")
-    table.add_column("size", justify="right")
+    title = f"plan of {plan.options.checkpoint}, per rank (of 1)"
+    table = Table(title=title, box=SIMPLE_HEAVY, show_header=False)
     for name, value in memory_plan(plan):
         table.add_row(name, value)
     return table
@@ -106,9 +106,7 @@ def _plan_table(plan: builder.EngineDescription) -> Table:
 
 def _summary(description: builder.EngineDescription, path: Path, seconds: float) -> Table:
     options = description.options
-    table = Table(title=f"{path}")
-    table.add_column("")
-    table.add_column("")
+    table = Table(title=f"engine {path}", box=SIMPLE_HEAVY, show_header=False)
     target = description.target
     table.add_row("target", f"{options.checkpoint} ({target.num_hidden_layers} layers)")
     table.add_row("activations", description.activations)
@@ -158,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         help="engine directory to write (default: engines/demo)",
     )
     add("--force", action="store_true", help="replace an engine that is already there")
-    add("--backend", choices=("reference",), help="what will run the engine")
+    add("--backend", choices=("cpu", "reference"), help="what will run the engine (default: cpu)")
     add(
         "--tree-budget",
         type=int,
@@ -213,6 +211,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="prompts, one a line, that calibrate a static tree",
+    )
+    add(
+        "--calibration-tokens",
+        type=int,
+        metavar="N",
+        help="tokens decoded per calibration prompt (default: 64)",
     )
     add(
         "--plan",

@@ -16,10 +16,9 @@ from trtree.build.engine_dir import (
     TOKENIZER,
     TREE_TABLES,
     EngineDirWriter,
-    weights_file,
     writing,
 )
-from trtree.build.lowering import reference_weights
+from trtree.build.lowering import LOWERINGS
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
@@ -58,7 +57,7 @@ class EngineDescription:
         return ["target", "drafter"] if self.drafter else ["target"]
 
     def weight_bytes(self, owner: Owner) -> int:
-        return reference_weights.stored_bytes(self.weights, owner)
+        return LOWERINGS[self.options.backend].stored_bytes(self.weights, owner)
 
 
 def describe(options: BuildOptions) -> EngineDescription:
@@ -74,6 +73,11 @@ def describe(options: BuildOptions) -> EngineDescription:
     if options.drafter:
         source = replace(source, drafter=Checkpoint.open(options.drafter))
         drafter = dflash_config.read_drafter(source.checkpoint("drafter"))
+    if not (options.checkpoint / _TOKENIZER_FILES[0]).is_file():
+        raise CheckpointError(
+            f"{options.checkpoint}: {_TOKENIZER_FILES[0]} is missing; "
+            "save the tokenizer beside the weights"
+        )
     description = _describe(options, source, drafter)
     for owner in description.owners():
         _check_coverage(description, owner, source.checkpoint(owner))
@@ -149,15 +153,13 @@ def write(
     if not isinstance(source, CheckpointSource):
         raise TypeError("only a description made by describe() has weights to write")
     with writing(options.output, force=force) as out:
-        for owner in description.owners():
-            name = weights_file(owner, 0, reference_weights.SUFFIX)
-            reference_weights.write_weights(
-                out.path / name,
-                owner,
-                description.weights,
-                source.checkpoint(owner),
-                progress,
-            )
+        LOWERINGS[options.backend].write_files(
+            out,
+            description.networks,
+            description.weights,
+            {owner: source.checkpoint(owner) for owner in description.owners()},
+            progress,
+        )
         out.networks(description.networks)
         _copy_text_files(out, options.checkpoint)
         out.finish(_manifest(description))
@@ -206,10 +208,6 @@ def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Ch
 
 
 def _copy_text_files(out: EngineDirWriter, checkpoint: Path) -> None:
-    if not (checkpoint / "tokenizer.json").is_file():
-        raise CheckpointError(
-            f"{checkpoint}: tokenizer.json is missing; save the tokenizer beside the weights"
-        )
     for name in _TOKENIZER_FILES:
         if (checkpoint / name).is_file():
             out.copy(checkpoint / name, f"{TOKENIZER}/{name}")

@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from trtree.build.network.network import Network
 FORMAT_VERSION = 1
 MANIFEST = "config.json"
 NETWORKS = "network.json"
+PLAN = "plan.json"
 TREE_TABLES = "tree_tables.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer"
@@ -82,6 +83,17 @@ class EngineDir:
         data = json.loads((self.path / NETWORKS).read_text())
         return {name: Network.from_dict(network) for name, network in data.items()}
 
+    def plan(self) -> dict[str, Any]:
+        """The CPU engine's plan.
+
+        Raises:
+            EngineDirError: there is none.
+        """
+        plan = self._json(PLAN)
+        if plan is None:
+            raise EngineDirError(f"{self.path / PLAN}: missing; rebuild the engine")
+        return plan
+
     def weights_path(self, owner: str, rank: int, suffix: str) -> Path:
         return self.path / weights_file(owner, rank, suffix)
 
@@ -124,7 +136,7 @@ class EngineDirWriter:
         files = {
             str(file.relative_to(self.path)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
             for file in sorted(self.path.rglob("*"))
-            if file.is_file() and file.name != CALIBRATION
+            if file.is_file() and file.name not in (CALIBRATION, MANIFEST)
         }
         self.json(MANIFEST, {"format_version": FORMAT_VERSION, **manifest, "files": files})
 
@@ -138,26 +150,34 @@ def writing(path: Path, *, force: bool = False) -> Iterator[EngineDirWriter]:
             or cannot be written (no space, no permission).
     """
     _check_target(path, force)
+    made = [parent for parent in path.parents if not parent.exists()]  # innermost first
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise _unwritable(path, error) from None
-    try:
-        staging.chmod(0o755)
-        yield EngineDirWriter(staging)
-        if path.exists():
-            # Two renames: the old engine stays whole until the new one is.
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-            path.replace(old)
-            staging.replace(path)
-            shutil.rmtree(old)
-        else:
-            staging.replace(path)
+        try:
+            staging.chmod(0o755)
+            yield EngineDirWriter(staging)
+            _move_into_place(staging, path)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         raise _unwritable(path, error) from None
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if not path.exists():
+            for parent in made:
+                with suppress(OSError):  # not there, or not empty
+                    parent.rmdir()
+
+
+def _move_into_place(staging: Path, path: Path) -> None:
+    if not path.exists():
+        staging.replace(path)
+        return
+    # Two renames: the old engine stays whole until the new one is.
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    path.replace(old)
+    staging.replace(path)
+    shutil.rmtree(old)
 
 
 def _check_target(path: Path, force: bool) -> None:

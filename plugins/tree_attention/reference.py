@@ -50,7 +50,7 @@ def tree_attention(
             key_positions = torch.cat([torch.arange(segment.prefix_length), own])
             visible &= key_positions[None, :] > own[:, None] - window
         group = q.shape[1] // k.shape[1]
-        queries = q[segment.rows].double().unflatten(1, (k.shape[1], group))
+        queries = q[segment.rows].double().reshape(-1, k.shape[1], group, k.shape[2])
         scores = torch.einsum("rhgd,shd->hgrs", queries, k) * scale
         scores = scores.masked_fill(~visible, -torch.inf)
         attended = torch.einsum("hgrs,shd->rhgd", scores.softmax(dim=-1), v)

@@ -116,15 +116,23 @@ def test_flat_logits_are_all_ties(seed: int, budget: int) -> None:
     )
 
 
-def test_a_sibling_is_summed_from_its_neighbour() -> None:
-    """-t - 1.75 + 1.75 - 2.5 is -2.5 and ties with (1, 0); -t - 2.5 is the next float64."""
-    t = 5 * 2.0**-54
-    log_probs = np.array([[-t, -0.75], [-1.75, -2.5]], np.float32)
-    ids = distinct_ids(log_probs)
-    expected = reference.build_tree(log_probs, ids, 6)
-    assert expected.paths[3:5] == [(0, 1), (1, 0)]
-    assert reference.best_prefixes(log_probs, 6)[3:5] == [(1, 0), (0, 1)]
-    assert_same(build_tree_from_top_k(log_probs, ids, 6), expected)
+@pytest.mark.parametrize(
+    ("log_probs", "order"),
+    [
+        # t = 5 / 2^54. (0, 1) sums to -t - 1.75 + 1.75 - 2.5 = -2.5 and ties with (1, 0);
+        # summed from its parent it would come later, since -t - 2.5 rounds down.
+        ([[-5 * 2.0**-54, -0.75], [-1.75, -2.5]], [(0, 1), (1, 0)]),
+        # t = 1 / 2^51. (0, 1) sums to -1 - t + 1 - 3.5 < -3.5 and comes after (1, 0); with
+        # the addition before the subtraction t would be lost, and they would tie.
+        ([[-(2.0**-51), -2.5], [-1, -3.5]], [(1, 0), (0, 1)]),
+    ],
+)
+def test_order_of_additions(log_probs: list[list[float]], order: list[tuple[int, int]]) -> None:
+    array = np.array(log_probs, np.float32)
+    ids = distinct_ids(array)
+    expected = reference.build_tree(array, ids, 6)
+    assert expected.paths[3:5] == order
+    assert_same(build_tree_from_top_k(array, ids, 6), expected)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 15), st.sampled_from(BUDGETS))

@@ -115,6 +115,15 @@ def test_forbidden_tokens_rank_last_by_id() -> None:
     assert log_probs[0, :2] == pytest.approx([-0.0067153, -5.0067153], abs=1e-6)
 
 
+def test_only_the_last_token_is_allowed() -> None:
+    """Whole blocks without a maximum come first."""
+    logits = np.full((1, 10_000), -np.inf, np.float32)
+    logits[0, -1] = 3
+    log_probs, ids = top_k_log_probs(logits, 2)
+    assert ids.tolist() == [[9999, 0]]
+    assert log_probs.tolist() == [[0, -np.inf]]
+
+
 def test_extreme_finite_logits() -> None:
     biggest = np.finfo(np.float32).max
     logits = np.array([[-biggest, biggest, 0, -biggest]], np.float32)
@@ -153,7 +162,7 @@ def test_the_first_bad_depth_is_named() -> None:
 
 
 def test_a_row_without_a_token_is_an_error() -> None:
-    logits = np.zeros((2, 70), np.float32)
+    logits = np.zeros((2, 5000), np.float32)
     logits[1] = -np.inf
     with pytest.raises(ValueError, match="depth 1: every token is -inf"):
         top_k_log_probs(logits, 1)

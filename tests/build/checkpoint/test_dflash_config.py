@@ -18,7 +18,7 @@ from trtree.build.checkpoint import (
 )
 from trtree.build.checkpoint.dflash_config import default_target_layer_ids, parse
 from trtree.build.checkpoint.write import quantize_state_dict, write_checkpoint
-from trtree.build.models.dflash import DFlashConfig
+from trtree.build.models.qwen3 import Qwen3Config
 
 Json = dict[str, Any]
 WHERE = Path("drafter/config.json")
@@ -186,9 +186,7 @@ def test_the_family_reads_the_normalised_transformer() -> None:
         max_position_embeddings=2048,
     )
     drafter = parse(fields, WHERE)
-    family = DFlashConfig.from_dict(drafter.transformer, drafter.target_layer_ids)
-    assert family.layers.windows == (512, 512)
-    assert family.captures == 3
+    assert Qwen3Config.from_dict(drafter.transformer).windows == (512, 512)
 
 
 def test_a_window_without_sliding_layers_is_dropped() -> None:
