@@ -18,7 +18,7 @@ from trtree.build import builder
 from trtree.build.checkpoint import CheckpointError
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.network.network import NetworkError
-from trtree.build.options import BuildOptions, OptionError, read_options
+from trtree.build.options import BACKENDS, BuildOptions, OptionError, parse_sms, read_options
 from trtree.build.plan import memory_plan
 from trtree.build.tree_tables import choices_from_log_probs, choices_to_json, medusa_tables
 from trtree.runtime.calibration import calibrate
@@ -46,7 +46,7 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     started = time.perf_counter()
     description = builder.describe(options)
-    total = sum(description.weight_bytes(owner) for owner in description.owners())
+    total = sum(description.weight_bytes(owner) for owner in description.owners()) * options.tp
     calibrating = _calibration(description) if options.tree == "static" else None
     with byte_progress("weights", total) as advance:
         path = builder.write(description, force=args.force, calibrate=calibrating, progress=advance)
@@ -156,7 +156,14 @@ def _parser() -> argparse.ArgumentParser:
         help="engine directory to write (default: engines/demo)",
     )
     add("--force", action="store_true", help="replace an engine that is already there")
-    add("--backend", choices=("cpu", "reference"), help="what will run the engine (default: cpu)")
+    add("--backend", choices=BACKENDS, help="what will run the engine (default: cpu)")
+    add(
+        "--sm",
+        type=parse_sms,
+        metavar="SM[,SM...]",
+        help="GPUs of a TensorRT engine: 120 (RTX PRO 6000 Blackwell), 89, ... (default: 120)",
+    )
+    add("--tp", type=int, metavar="N", help="ranks of a TensorRT engine (default: 1)")
     add(
         "--tree-budget",
         type=int,
@@ -198,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens the KV pool holds, all requests together (default: 8192)",
     )
-    add("--max-batch-size", type=int, metavar="N", help="requests per step (default: 8)")
+    add("--max-batch-size", "--max-batch", type=int, metavar="N", help="requests per step (default: 8)")
     add("--max-num-rows", type=int, metavar="N", help="rows per step (default: 512)")
     add(
         "--max-seq-len",

@@ -21,18 +21,23 @@ class Profile:
     sizes: Mapping[str, tuple[int, int, int]]
 
 
-class TrtLog:
-    """Makes the library's logger: keeps its errors for our message, passes warnings on."""
+class BuildMessages:
+    """What the library said while it built: errors for our message, figures of memory."""
 
-    def __new__(cls, trt: Any) -> Any:
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.notes: list[str] = []
+
+    def logger(self, trt: Any) -> Any:
+        """An ILogger of the library that writes here."""
+        messages = self
+
         class Logger(trt.ILogger):  # type: ignore[misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.errors: list[str] = []
-
             def log(self, severity: Any, message: str) -> None:
                 if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
-                    self.errors.append(message)
+                    messages.errors.append(message)
+                elif severity == trt.ILogger.INFO:
+                    messages.notes.append(message)
                 elif severity == trt.ILogger.WARNING:
                     log.debug("%s", message)
 
@@ -42,7 +47,7 @@ class TrtLog:
 def compile_engine(
     library: Library,
     builder: Any,
-    logger: Any,
+    messages: BuildMessages,
     lowered: LoweredNetwork,
     profiles: Sequence[Profile],
     sms: Sequence[int],
@@ -58,7 +63,7 @@ def compile_engine(
     config = _config(library, builder, sms)
     for profile in profiles:
         config.add_optimization_profile(_profile(builder, lowered, profile))
-    logger.errors.clear()
+    messages.errors.clear()
     with path.open("xb") as file:
         writer = _stream_writer(trt, file)
         done = builder.build_serialized_network_to_stream(lowered.definition, config, writer)
@@ -66,7 +71,7 @@ def compile_engine(
             raise writer.error
         size = file.tell()
     if not done or size == 0:
-        why = " ".join((logger.errors or ["no reason given"])[0].split())
+        why = " ".join((messages.errors or ["no reason given"])[0].split())
         names = ", ".join(map(str, sms))
         raise NetworkError(f"{lowered.definition.name}: TensorRT cannot build for SM {names}: {why}")
     return size
