@@ -61,18 +61,32 @@ class NetworkEvaluator:
         self.wide: dict[str, torch.Tensor] = {}
         self._fixed: dict[str, torch.Tensor] = {}
         self._layers: list[Layer] = []
-        for index in range(definition.num_layers):
-            self._add(_read_layer(trt, definition.get_layer(index)), constants)
+        layers = [_read_layer(trt, definition.get_layer(i)) for i in range(definition.num_layers)]
+        for layer in _in_order(layers, set(self.inputs)):
+            self._add(layer, constants)
 
-    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All tensors by name; KV caches among the inputs are written in place."""
-        return evaluate_together([self], [inputs])[0]
+    def run(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        forced: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """All tensors by name; KV caches among the inputs are written in place.
+
+        ``forced`` tensors are computed and returned like any, but what comes behind them
+        reads the values given: every op can be judged on another's inputs.
+        """
+        _, (values,) = _advance([self.steps(inputs, forced)], [None])
+        return values
 
     def steps(
-        self, inputs: Mapping[str, torch.Tensor]
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        forced: Mapping[str, torch.Tensor] | None = None,
     ) -> Generator[Collective, torch.Tensor, dict[str, torch.Tensor]]:
         """Like ``run``, but pauses at collectives and is sent their results."""
         values = {**self._fixed, **self._checked(inputs)}
+        computed: dict[str, torch.Tensor] = {}
+        forced = forced or {}
         for layer in self._layers:
             operands = [values[name] if name else None for name in layer.inputs]
             if layer.kind == "DIST_COLLECTIVE":
@@ -80,8 +94,10 @@ class NetworkEvaluator:
                 results = [_round(value, layer.dtypes[0])]
             else:
                 results = self._compute(layer, operands)
-            values.update(zip(layer.outputs, results, strict=True))
-        return values
+            for name, result in zip(layer.outputs, results, strict=True):
+                computed[name] = result
+                values[name] = forced.get(name, result)
+        return values | computed
 
     def _compute(self, layer: Layer, operands: Sequence[torch.Tensor | None]) -> Tensors:
         results = _LAYERS[layer.kind](self, layer, operands)
@@ -225,6 +241,24 @@ def _read_layer(trt: Any, layer: Any) -> Layer:
     )
 
 
+def _in_order(layers: Sequence[Layer], known: set[str]) -> list[Layer]:
+    """Every layer behind those it reads; a network may hold them in any order."""
+    ordered: list[Layer] = []
+    waiting = list(layers)
+    while waiting:
+        ready = []
+        for layer in waiting:
+            if all(name is None or name in known for name in layer.inputs):
+                ready.append(layer)
+                known.update(layer.outputs)
+        if not ready:
+            raise UnknownLayerError(f"{waiting[0].name}: reads {waiting[0].inputs}, never written")
+        taken = set(map(id, ready))
+        waiting = [layer for layer in waiting if id(layer) not in taken]
+        ordered += ready
+    return ordered
+
+
 # Layers. Each takes its operands as they are stored and returns results yet to be rounded.
 
 Operands = Sequence[Any]
@@ -290,10 +324,10 @@ def _shuffle(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
     if len(x) > 1:
         raise UnknownLayerError(f"{layer.name}: reshape by a tensor")
     value = x[0].permute(*list(layer.layer.first_transpose)[: x[0].ndim])
-    dims = list(layer.layer.reshape_dims)
-    if len(dims) or value.ndim == 0:
-        dims = [value.shape[i] if size == 0 else size for i, size in enumerate(dims)]
-        value = value.reshape(dims)
+    dims = layer.layer.reshape_dims
+    if dims is not None:
+        sizes = [value.shape[i] if size == 0 else size for i, size in enumerate(dims)]
+        value = value.reshape(sizes)
     return [value.permute(*list(layer.layer.second_transpose)[: value.ndim])]
 
 

@@ -43,6 +43,7 @@ class Lowering:
     values: dict[str, Any] = field(default_factory=dict)
     caches: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     masks: dict[tuple[str, int | None], Any] = field(default_factory=dict)
+    row_shapes: dict[int, Any] = field(default_factory=dict)
     sharded: set[str] = field(default_factory=set)
 
     @property

@@ -67,19 +67,23 @@ def _split(low: Lowering, op: Op, x: Values) -> Values:
 def _last_axis_slice(low: Lowering, name: str, x: Any, start: int, size: int) -> Any:
     """x[..., start : start + size] of a [B, W, F] tensor."""
     emit = low.emit
-    begin = emit.constant(f"constant/start/{start}", torch.tensor([0, 0, start]).int())
+    shape = _row_shape(low, size)
     layer = emit.network.add_slice(x, (0, 0, start), (1, 1, size), (1, 1, 1))
-    layer.set_input(1, begin)
-    layer.set_input(2, _row_shape(low, x, size))
+    layer.set_input(2, shape)
     return emit.layer(name, layer).get_output(0)
 
 
-def _row_shape(low: Lowering, x: Any, size: int) -> Any:
-    """int32 [3]: B, W, size."""
-    emit = low.emit
-    last = emit.constant(f"constant/size/{size}", torch.tensor([size]).int())
-    parts = [emit.size("batch", x, 0), emit.size("rows", x, 1), last]
-    return emit.layer("size", emit.network.add_concatenation(parts)).get_output(0)
+def _row_shape(low: Lowering, size: int) -> Any:
+    """int32 [3]: B, W, size. Shared by all that slice rows."""
+    if size not in low.row_shapes:
+        emit = low.emit
+        with emit.op("rows.shape"):
+            rows = low.values["positions"]
+            last = emit.constant(f"constant/size/{size}", torch.tensor([size]).int())
+            parts = [emit.size("batch", rows, 0), emit.size("width", rows, 1), last]
+            joined = emit.layer(f"{size}", emit.network.add_concatenation(parts))
+            low.row_shapes[size] = joined.get_output(0)
+    return low.row_shapes[size]
 
 
 def _concat(low: Lowering, op: Op, x: Values) -> Values:
