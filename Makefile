@@ -30,8 +30,9 @@ build: $(VENV)/.installed
 
 demo: build
 	$(BIN)/python build_engine.py --tree-budget 16 --force
+	$(BIN)/python build_engine.py --backend reference --output engines/demo-reference --force > /dev/null
 	$(BIN)/python -m trtree.runtime.generate --engine engines/demo --mode tree --prompt "$$(head -n 1 configs/demo/prompts.txt)"
-	$(BIN)/python -m trtree.runtime.generate --engine engines/demo --compare configs/demo/prompts.txt
+	$(BIN)/python -m trtree.runtime.generate --engine engines/demo --compare configs/demo/prompts.txt --baseline engines/demo-reference
 
 test: $(VENV)/.oracles lint
 	$(BIN)/python -m pytest -m 'not full'

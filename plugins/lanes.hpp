@@ -63,6 +63,27 @@ inline float sum(const Lanes& lanes) {
   return reduce(lanes, [](float a, float b) { return a + b; });
 }
 
+// The sums of four vectors at once, each added up in the order of `sum`.
+inline void sum4(const Lanes (&lanes)[4], float* sums) {
+#ifdef __AVX2__
+  __m128 quarter[4];
+  for (int i = 0; i < 4; ++i) {
+    union Halves {
+      Lanes whole;
+      __m256 half[2];
+    };
+    const Halves x{lanes[i]};
+    const __m256 eight = _mm256_add_ps(x.half[0], x.half[1]);
+    quarter[i] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  }
+  _MM_TRANSPOSE4_PS(quarter[0], quarter[1], quarter[2], quarter[3]);
+  _mm_storeu_ps(sums,
+                _mm_add_ps(_mm_add_ps(quarter[0], quarter[2]), _mm_add_ps(quarter[1], quarter[3])));
+#else
+  for (int i = 0; i < 4; ++i) sums[i] = sum(lanes[i]);
+#endif
+}
+
 // exp(x) for x <= 0 within 2 units in the last place; 0 below -87.
 inline Lanes exp_negative(Lanes x) {
   constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;

@@ -81,7 +81,7 @@ void attend(const Attention& attention, Parallel& parallel, Isa isa) {
   }
   const TileKernel kernel = kernel_of(isa);
   parallel.parallel_for(static_cast<int64_t>(tiles.size()), 1, [&](int64_t begin, int64_t end) {
-    thread_local std::vector<float> scratch;
+    thread_local Scratch scratch;
     for (int64_t i = begin; i < end; ++i) kernel(attention, tiles[i], scratch);
   });
 }

@@ -10,8 +10,8 @@
 
 namespace trtree::attention {
 
-// Rows that share their loads of the prefix, and the heads of a group likewise.
-inline constexpr int32_t kTileRows = 4;
+// Rows of one task: enough to share the prefix's pointers and its place in the cache.
+inline constexpr int32_t kTileRows = 8;
 
 struct Tile {
   const Segment* segment;
@@ -20,8 +20,24 @@ struct Tile {
   int64_t kv_head;
 };
 
-using TileKernel = void (*)(const Attention& attention, const Tile& tile,
-                            std::vector<float>& scratch);
+// One query: a row and one of the heads that share a KV head.
+struct Query {
+  const float* q;
+  float* out;
+  float* weights;   // scores, then unnormalised probabilities, over the visible list
+  int64_t visible;  // keys in the list
+  float total;      // of the probabilities
+};
+
+// A thread's storage, kept from tile to tile.
+struct Scratch {
+  std::vector<const float*> prefix;
+  std::vector<const float*> keys;
+  std::vector<float> weights;
+  std::vector<Query> queries;
+};
+
+using TileKernel = void (*)(const Attention& attention, const Tile& tile, Scratch& scratch);
 
 extern const TileKernel kPortableTile;
 #ifdef TRTREE_X86_KERNELS
@@ -31,19 +47,18 @@ extern const TileKernel kAvx512Tile;
 
 namespace {
 
-// One query: a row and one of the heads that share a KV head.
-struct Query {
-  const float* q;
-  float* out;
-  float* weights;     // scores, then unnormalised probabilities, over the visible list
-  int64_t first_key;  // the first prefix key that the window lets through
-  int64_t visible;    // keys in the list
-};
-
-inline float dot(const float* a, const float* b, int64_t n) {
-  Lanes total{};
-  for (int64_t i = 0; i < n; i += kLanes) total = fma(load(a + i), load(b + i), total);
-  return sum(total);
+// Scores of one query against up to four keys.
+inline void score(const Query& query, const float* const (&keys)[4], int count, int64_t d,
+                  float scale, float* scores) {
+  Lanes totals[4] = {};
+  for (int64_t i = 0; i < d; i += kLanes) {
+    const Lanes q = load(query.q + i);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) totals[k] = fma(q, load(keys[k] + i), totals[k]);
+  }
+  float sums[4];
+  sum4(totals, sums);
+  for (int k = 0; k < count; ++k) scores[k] = sums[k] * scale;
 }
 
 // Scores -> exp(score - max), padded with zeros to whole lanes; returns their sum.
@@ -62,111 +77,113 @@ inline float softmax(float* weights, int64_t n) {
   return sum(total);
 }
 
-// Column lanes of V that are summed in registers at a time.
-constexpr int kColumns = 4;
-
-// out[first .. first + C lanes] += weight * v for one key and some queries.
-template <int C>
-inline void accumulate(const float* v, const float* weight_of, int64_t weight_stride, int queries,
-                       Lanes (*sums)[kColumns]) {
-  Lanes column[C];
-  for (int c = 0; c < C; ++c) column[c] = load(v + c * kLanes);
-  for (int i = 0; i < queries; ++i) {
-    const Lanes weight = fill(weight_of[i * weight_stride]);
-    for (int c = 0; c < C; ++c) sums[i][c] = fma(weight, column[c], sums[i][c]);
+// C vectors of columns of sum(weight * v) / total over the visible list, for Q queries of
+// one row.
+template <int Q, int C>
+inline void weighted_sum(const Query* queries, const float* const* values, int64_t first) {
+  Lanes sums[Q][C] = {};
+  for (int64_t key = 0; key < queries->visible; ++key) {
+    const float* v = values[key] + first;
+#pragma GCC unroll 2
+    for (int q = 0; q < Q; ++q) {
+      const Lanes weight = fill(queries[q].weights[key]);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sums[q][c] = fma(weight, load(v + c * kLanes), sums[q][c]);
+    }
   }
-}
-
-// The weighted sum of values for the queries of one row, C lanes of columns at `first`.
-template <int C>
-inline void weighted_sum(const Attention& attention, const Tile& tile,
-                         std::span<const int32_t> seen, const Query* queries, int group,
-                         int64_t first) {
-  const PagedKv& cache = attention.cache;
-  const Segment& segment = *tile.segment;
-  const float* values = cache.v + tile.kv_head * cache.head_dim + first;
-  const int64_t stride = group > 1 ? queries[1].weights - queries[0].weights : 0;
-  constexpr int kQueries = 8;  // a group is done in parts of at most this many
-  for (int done = 0; done < group; done += kQueries) {
-    const int count = std::min(kQueries, group - done);
-    Lanes sums[kQueries][kColumns] = {};
-    const float* weights = queries[done].weights;
-    for (int64_t key = queries[done].first_key; key < segment.prefix_length; ++key) {
-      accumulate<C>(values + cache.at(segment.pages, key), weights++, stride, count, sums);
-    }
-    for (const int32_t row : seen) {
-      const int64_t slot = segment.prefix_length + row;
-      accumulate<C>(values + cache.at(segment.pages, slot), weights++, stride, count, sums);
-    }
-    for (int i = 0; i < count; ++i) {
-      for (int c = 0; c < C; ++c) {
-        store(queries[done + i].out + first + c * kLanes, sums[i][c]);
-      }
+  for (int q = 0; q < Q; ++q) {
+    for (int c = 0; c < C; ++c) {
+      store(queries[q].out + first + c * kLanes, sums[q][c] / queries[q].total);
     }
   }
 }
 
-inline void attend_tile(const Attention& attention, const Tile& tile, std::vector<float>& scratch) {
+// As many columns at a time as fit in registers.
+template <int Q>
+inline void weighted_sums(const Query* queries, const float* const* values, int64_t d) {
+  constexpr int kColumns = 4;
+  int64_t first = 0;
+  for (; first + kColumns * kLanes <= d; first += kColumns * kLanes) {
+    weighted_sum<Q, kColumns>(queries, values, first);
+  }
+  for (; first < d; first += kLanes) weighted_sum<Q, 1>(queries, values, first);
+}
+
+// Calls fn(keys, count, index) for the visible keys in groups of four, by position; a
+// last group is filled up with its first key.
+template <typename Fn>
+inline void for_each_four(const float* const* keys, int64_t n, const Fn& fn) {
+  for (int64_t i = 0; i < n; i += 4) {
+    const int count = n - i < 4 ? static_cast<int>(n - i) : 4;
+    const float* four[4];
+    for (int k = 0; k < 4; ++k) four[k] = keys[i + (k < count ? k : 0)];
+    fn(four, count, i);
+  }
+}
+
+// The oldest prefix key that a row sees, and the rows of its step that it sees.
+inline int64_t clip_to_window(const Attention& attention, const Segment& segment, int32_t row,
+                              std::span<const int32_t>& seen) {
+  if (attention.window == 0) return 0;
+  const int64_t oldest = std::max(0, attention.positions[row] - attention.window + 1);
+  while (!seen.empty() && attention.positions[segment.first_row + seen.front()] < oldest) {
+    seen = seen.subspan(1);
+  }
+  return std::min<int64_t>(oldest, segment.prefix_length);
+}
+
+// One row and the heads that share a KV head.
+inline void attend_row(const Attention& attention, const Tile& tile, int32_t row_in_segment,
+                       const float* const* prefix, Scratch& scratch) {
   const PagedKv& cache = attention.cache;
   const Segment& segment = *tile.segment;
   const int64_t d = cache.head_dim;
+  const int32_t row = segment.first_row + row_in_segment;
+  std::span<const int32_t> seen = attention.visibility->row(row);
+  const int64_t start = clip_to_window(attention, segment, row, seen);
+
+  // Keys and values of the visible list: pointers, so that pages cost nothing below.
+  std::vector<const float*>& keys = scratch.keys;
+  keys.assign(prefix + start, prefix + segment.prefix_length);
+  for (const int32_t other : seen) {
+    keys.push_back(cache.k + tile.kv_head * d +
+                   cache.at(segment.pages, segment.prefix_length + other));
+  }
+  const auto visible = static_cast<int64_t>(keys.size());
   const auto group = static_cast<int>(attention.query_heads / cache.heads);
-  const int64_t longest = segment.prefix_length + segment.num_rows;
-  const int64_t stride = (longest + kLanes - 1) / kLanes * kLanes;
-  scratch.resize(static_cast<size_t>(stride) * tile.num_rows * group);
-
-  thread_local std::vector<Query> queries;
-  queries.clear();
-  int64_t first_key = segment.prefix_length;  // the least of the tile's
-  std::span<const int32_t> seen[kTileRows];
-  for (int32_t r = 0; r < tile.num_rows; ++r) {
-    const int32_t row = segment.first_row + tile.first_row + r;
-    // Rows of the step are never beyond a window: it is wider than any tree or block is
-    // deep, except in a long prompt, where the list of seen rows is cut below.
-    const int64_t oldest =
-        attention.window > 0 ? std::max(0, attention.positions[row] - attention.window + 1) : 0;
-    seen[r] = attention.visibility->row(row);
-    while (!seen[r].empty() && attention.positions[segment.first_row + seen[r].front()] < oldest) {
-      seen[r] = seen[r].subspan(1);
-    }
-    const int64_t start = std::min<int64_t>(oldest, segment.prefix_length);
-    first_key = std::min(first_key, start);
-    for (int g = 0; g < group; ++g) {
-      const int64_t head = tile.kv_head * group + g;
-      queries.push_back({attention.q.data + row * attention.q.stride + head * d,
-                         attention.output + row * attention.output_stride + head * d,
-                         scratch.data() + queries.size() * stride, start,
-                         segment.prefix_length - start + static_cast<int64_t>(seen[r].size())});
-    }
+  const int64_t stride = (visible + kLanes - 1) / kLanes * kLanes;
+  scratch.weights.resize(static_cast<size_t>(stride) * group);
+  scratch.queries.clear();
+  for (int g = 0; g < group; ++g) {
+    const int64_t head = tile.kv_head * group + g;
+    scratch.queries.push_back({attention.q.data + row * attention.q.stride + head * d,
+                               attention.output + row * attention.output_stride + head * d,
+                               scratch.weights.data() + g * stride, visible, 0});
   }
-
-  const float* keys = cache.k + tile.kv_head * d;
-  for (int64_t key = first_key; key < segment.prefix_length; ++key) {
-    const float* k = keys + cache.at(segment.pages, key);
-    for (const Query& query : queries) {
-      if (key < query.first_key) continue;
-      query.weights[key - query.first_key] = dot(query.q, k, d) * attention.scale;
+  for_each_four(keys.data(), visible, [&](const float* const(&four)[4], int count, int64_t at) {
+    for (const Query& query : scratch.queries) {
+      score(query, four, count, d, attention.scale, query.weights + at);
     }
+  });
+  for (Query& query : scratch.queries) query.total = softmax(query.weights, visible);
+
+  const int64_t values = cache.v - cache.k;
+  for (const float*& key : keys) key += values;
+  int g = 0;
+  for (; g + 2 <= group; g += 2) weighted_sums<2>(&scratch.queries[g], keys.data(), d);
+  if (g < group) weighted_sums<1>(&scratch.queries[g], keys.data(), d);
+}
+
+inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& scratch) {
+  const PagedKv& cache = attention.cache;
+  const Segment& segment = *tile.segment;
+  scratch.prefix.clear();
+  const float* const keys = cache.k + tile.kv_head * cache.head_dim;
+  for (int64_t slot = 0; slot < segment.prefix_length; ++slot) {
+    scratch.prefix.push_back(keys + cache.at(segment.pages, slot));
   }
   for (int32_t r = 0; r < tile.num_rows; ++r) {
-    const Query* own = queries.data() + static_cast<size_t>(r) * group;
-    int64_t at = segment.prefix_length - own->first_key;
-    for (const int32_t row : seen[r]) {
-      const float* k = keys + cache.at(segment.pages, segment.prefix_length + row);
-      for (int g = 0; g < group; ++g) own[g].weights[at] = dot(own[g].q, k, d) * attention.scale;
-      ++at;
-    }
-    for (int g = 0; g < group; ++g) {
-      const float total = softmax(own[g].weights, own[g].visible);
-      for (int64_t i = 0; i < own[g].visible; ++i) own[g].weights[i] /= total;
-    }
-    int64_t first = 0;
-    for (; first + kColumns * kLanes <= d; first += kColumns * kLanes) {
-      weighted_sum<kColumns>(attention, tile, seen[r], own, group, first);
-    }
-    for (; first < d; first += kLanes) {
-      weighted_sum<1>(attention, tile, seen[r], own, group, first);
-    }
+    attend_row(attention, tile, tile.first_row + r, scratch.prefix.data(), scratch);
   }
 }
 

@@ -152,7 +152,7 @@ def test_step_metadata_is_built_once(
     """Pitfall 31: the mask and page tables of a step are made once, not per layer."""
     from trtree.runtime.engines import reference as engine_module
 
-    engine = demo_session().engine
+    engine = demo_session(backend="reference").engine
     calls = []
     original = engine_module._segment
     monkeypatch.setattr(

@@ -99,6 +99,20 @@ void bind_plan(nb::module_& m) {
       .def_rw("ropes", &Plan::ropes);
 }
 
+nb::list copies(const std::vector<Matrix>& matrices) {
+  nb::list result;
+  for (const Matrix& matrix : matrices) {
+    auto* const data = new float[matrix.rows * matrix.width];
+    for (int64_t r = 0; r < matrix.rows; ++r) {
+      std::copy_n(matrix.row(r), matrix.width, data + r * matrix.width);
+    }
+    const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+    result.append(nb::ndarray<nb::numpy, float, nb::ndim<2>>(
+        data, {static_cast<size_t>(matrix.rows), static_cast<size_t>(matrix.width)}, owner));
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind_cpu_engine(nb::module_& m) {
@@ -113,7 +127,21 @@ void bind_cpu_engine(nb::module_& m) {
                                  num_threads, isa_from_name(isa));
           },
           "plan"_a, "capabilities"_a, "mask_token_id"_a, "num_threads"_a, "isa"_a = "",
-          nb::call_guard<nb::gil_scoped_release>());
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "observe",
+          [](CpuEngine& self, nb::object callback) {
+            if (callback.is_none()) return self.observe({});
+            self.observe([callback](const std::string& network, const PlanOp& op,
+                                    const std::vector<Matrix>& inputs,
+                                    const std::vector<Matrix>& outputs) {
+              const nb::gil_scoped_acquire gil;
+              callback(network, op.name, copies(inputs), copies(outputs));
+            });
+          },
+          "callback"_a.none(),
+          "Call callback(network, op, inputs, outputs) after every op, with copies "
+          "float32 [rows, width]; None ends it.");
 }
 
 }  // namespace trtree

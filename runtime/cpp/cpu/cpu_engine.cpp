@@ -86,7 +86,7 @@ StepResult CpuEngine::step(const RowBatch& batch) {
 
   NetworkRunner& target = runner("target");
   target.prepare(rows.num_rows(), rows.num_outputs());
-  target.run(rows, 0);
+  run("target", rows, 0);
   StepResult result{target.outputs().argmax, {}};
   const Matrix logits = target.tensor(plan_.networks.at("target").logits);
   for (int64_t r = 0; r < rows.num_outputs(); ++r) {
@@ -139,7 +139,7 @@ void CpuEngine::extend_drafter(const std::vector<Commit>& commits) {
     std::memcpy(to.row(static_cast<int64_t>(i)), from.row(captured_rows[i]),
                 to.width * sizeof(float));
   }
-  context.run(rows, 0);
+  run("drafter_context", rows, 0);
 }
 
 DraftResult CpuEngine::draft(const std::vector<DraftRequest>& requests, int32_t top_k) {
@@ -160,8 +160,19 @@ DraftResult CpuEngine::draft(const std::vector<DraftRequest>& requests, int32_t 
   rows.causal_visibility.assign_blocks(rows.segments, true);
   NetworkRunner& drafter = runner("drafter_block");
   drafter.prepare(rows.num_rows(), rows.num_outputs());
-  drafter.run(rows, top_k);
+  run("drafter_block", rows, top_k);
   return {block - 1, top_k, drafter.outputs().log_probs, drafter.outputs().token_ids};
+}
+
+void CpuEngine::run(const std::string& network, const StepRows& rows, int32_t top_k) {
+  NetworkRunner& runs = runner(network);
+  if (!observer_) return runs.run(rows, top_k);
+  runs.run(rows, top_k, [&](const PlanOp& op) {
+    std::vector<Matrix> inputs, outputs;
+    for (const int32_t input : op.inputs) inputs.push_back(runs.tensor(input));
+    for (const int32_t output : op.outputs) outputs.push_back(runs.tensor(output));
+    observer_(network, op, inputs, outputs);
+  });
 }
 
 const Segment& CpuEngine::segment_of(int64_t request_id) const {

@@ -3,9 +3,11 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "runtime/cpp/cpu/network_runner.hpp"
@@ -25,11 +27,18 @@ class CpuEngine final : public Engine {
   void commit(const std::vector<Commit>& commits) override;
   DraftResult draft(const std::vector<DraftRequest>& requests, int32_t top_k) override;
 
+  // Look at every op's operands and results, as tests and tools do; {} ends it.
+  using Observer =
+      std::function<void(const std::string& network, const PlanOp& op,
+                         const std::vector<Matrix>& inputs, const std::vector<Matrix>& outputs)>;
+  void observe(Observer observer) { observer_ = std::move(observer); }
+
  private:
+  void run(const std::string& network, const StepRows& rows, int32_t top_k);
   void extend_drafter(const std::vector<Commit>& commits);
   const Segment& segment_of(int64_t request_id) const;
   void check_path(const Commit& commit) const;
-  NetworkRunner& runner(const char* name) { return *runners_.at(name); }
+  NetworkRunner& runner(const std::string& name) { return *runners_.at(name); }
 
   const Plan plan_;
   const Capabilities capabilities_;
@@ -40,6 +49,8 @@ class CpuEngine final : public Engine {
   std::unique_ptr<float, decltype(&std::free)> pool_{nullptr, &std::free};
   std::vector<attention::PagedKv> caches_;
   std::unordered_map<std::string, std::unique_ptr<NetworkRunner>> runners_;
+
+  Observer observer_;
 
   // The last step, for the commit that follows it.
   std::vector<Segment> segments_;

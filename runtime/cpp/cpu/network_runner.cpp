@@ -77,52 +77,56 @@ Matrix NetworkRunner::tensor(int32_t index) const {
   return {data + tensor.offset, per_output ? num_outputs_ : num_rows_, tensor.width, tensor.stride};
 }
 
-void NetworkRunner::run(const StepRows& rows, int32_t top_k) {
+void NetworkRunner::run(const StepRows& rows, int32_t top_k, const Observer& observer) {
   for (auto& angles : angles_) angles.clear();
   for (const PlanOp& op : network_.ops) {
-    switch (op.kind) {
-      case OpKind::kAdd:
-        add(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_);
-        break;
-      case OpKind::kArgmax:
-        outputs_.argmax.resize(num_outputs_);
-        argmax(tensor(op.inputs[0]), op.name, outputs_.argmax.data(), parallel_);
-        break;
-      case OpKind::kConcat:
-        concat(op);
-        break;
-      case OpKind::kEmbedding:
-        embedding(op, rows);
-        break;
-      case OpKind::kGatherRows:
-        gather_rows(op, rows);
-        break;
-      case OpKind::kKvAppend: {
-        const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
-        attention::append(caches_[op.state], rows.segments, {k.data, k.stride}, {v.data, v.stride});
-        break;
-      }
-      case OpKind::kLinear:
-        linear(op);
-        break;
-      case OpKind::kRmsNorm:
-        rms_norm(tensor(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
-                 tensor(op.outputs[0]), parallel_);
-        break;
-      case OpKind::kRotaryEmbedding:
-        rotate(op, rows);
-        break;
-      case OpKind::kSiluMul:
-        silu_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_,
-                 isa_);
-        break;
-      case OpKind::kTopKLogProbs:
-        top_k_log_probs(op, top_k);
-        break;
-      case OpKind::kTreeAttention:
-        tree_attention(op, rows);
-        break;
+    run_op(op, rows, top_k);
+    if (observer) observer(op);
+  }
+}
+
+void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k) {
+  switch (op.kind) {
+    case OpKind::kAdd:
+      add(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_);
+      break;
+    case OpKind::kArgmax:
+      outputs_.argmax.resize(num_outputs_);
+      argmax(tensor(op.inputs[0]), op.name, outputs_.argmax.data(), parallel_);
+      break;
+    case OpKind::kConcat:
+      concat(op);
+      break;
+    case OpKind::kEmbedding:
+      embedding(op, rows);
+      break;
+    case OpKind::kGatherRows:
+      gather_rows(op, rows);
+      break;
+    case OpKind::kKvAppend: {
+      const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
+      attention::append(caches_[op.state], rows.segments, {k.data, k.stride}, {v.data, v.stride});
+      break;
     }
+    case OpKind::kLinear:
+      linear(op);
+      break;
+    case OpKind::kRmsNorm:
+      rms_norm(tensor(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
+               tensor(op.outputs[0]), parallel_);
+      break;
+    case OpKind::kRotaryEmbedding:
+      rotate(op, rows);
+      break;
+    case OpKind::kSiluMul:
+      silu_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_, isa_);
+      break;
+    case OpKind::kTopKLogProbs:
+      top_k_log_probs(op, top_k);
+      break;
+    case OpKind::kTreeAttention:
+      tree_attention(op, rows);
+      break;
   }
 }
 

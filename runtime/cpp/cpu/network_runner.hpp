@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
@@ -62,14 +63,18 @@ class NetworkRunner {
 
   // Makes room for the step's rows; an input tensor may be filled after this.
   void prepare(int64_t num_rows, int64_t num_outputs);
+  // Called after each op, while its inputs and outputs are whole.
+  using Observer = std::function<void(const PlanOp& op)>;
+
   // Throws std::runtime_error where logits are NaN. top_k: ranks of top_k_log_probs.
-  void run(const StepRows& rows, int32_t top_k);
+  void run(const StepRows& rows, int32_t top_k, const Observer& observer = {});
 
   // A tensor of the last run, as the plan numbers it.
   Matrix tensor(int32_t index) const;
   const StepOutputs& outputs() const { return outputs_; }
 
  private:
+  void run_op(const PlanOp& op, const StepRows& rows, int32_t top_k);
   void linear(const PlanOp& op);
   void embedding(const PlanOp& op, const StepRows& rows);
   void tree_attention(const PlanOp& op, const StepRows& rows);
