@@ -172,7 +172,7 @@ def write(
     if not isinstance(source, CheckpointSource):
         raise TypeError("only a description made by describe() has weights to write")
     with writing(options.output, force=force) as out:
-        manifest = _manifest(description) | _write_weights(out, description, source, progress)
+        manifest = manifest_of(description) | _write_weights(out, description, source, progress)
         out.networks(description.networks)
         _copy_text_files(out, options.checkpoint)
         out.finish(manifest)
@@ -259,7 +259,8 @@ def _copy_text_files(out: EngineDirWriter, checkpoint: Path) -> None:
         out.copy(checkpoint / GENERATION_CONFIG, GENERATION_CONFIG)
 
 
-def _manifest(description: EngineDescription) -> dict[str, Any]:
+def manifest_of(description: EngineDescription) -> dict[str, Any]:
+    """The manifest but for what only the finished files tell."""
     options = description.options
     return {
         "builder": _versions(["trtree", "torch", "safetensors", "numpy"]),

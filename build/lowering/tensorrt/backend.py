@@ -6,7 +6,6 @@ its block pass once a round, with other shapes: one engine would compute both ea
 The price is that the block's key and value projections are stored in both.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from trtree.build.checkpoint import Checkpoint
 from trtree.build.lowering.tensorrt.compile import BuildMessages, Profile, compile_engine
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS
-from trtree.build.lowering.tensorrt.inspection import Inspection, inspect_engine
+from trtree.build.lowering.tensorrt.inspection import inspect_engine
 from trtree.build.lowering.tensorrt.library import (
     Library,
     check_sms,
@@ -26,8 +25,6 @@ from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
 from trtree.build.lowering.tensorrt.weights import Encoding, Shard, constant_bytes, stage
 from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError
-
-log = logging.getLogger(__name__)
 
 DTYPE: DType = "bfloat16"
 SUFFIX = "engine"
@@ -121,26 +118,17 @@ def rank_bytes(options: BuildOptions, networks: Mapping[str, Network], owner: Ow
     )
 
 
-@dataclass(frozen=True)
-class BuiltEngine:
-    """One engine file and what is known of it."""
-
-    file: str
-    network: str
-    rank: int
-    lowered: LoweredNetwork
-    profiles: Sequence[Profile]
-    inspection: Inspection
-
-    def manifest(self) -> dict[str, Any]:
-        return {
-            "network": self.network,
-            "rank": self.rank,
-            "profiles": [asdict(profile) for profile in self.profiles],
-            "inputs": [asdict(binding) for binding in self.lowered.inputs],
-            "outputs": [asdict(binding) for binding in self.lowered.outputs],
-            **self.inspection.manifest(),
-        }
+def engine_entry(
+    network: str, rank: int, lowered: LoweredNetwork, profiles: Sequence[Profile]
+) -> dict[str, Any]:
+    """What the manifest tells the runner of one engine."""
+    return {
+        "network": network,
+        "rank": rank,
+        "profiles": [asdict(profile) for profile in profiles],
+        "inputs": [asdict(binding) for binding in lowered.inputs],
+        "outputs": [asdict(binding) for binding in lowered.outputs],
+    }
 
 
 def build_engines(
@@ -158,22 +146,27 @@ def build_engines(
     """
     library = load_library(options.backend)
     check_sms(library, options.sm)
-    engines = [
-        _build(directory, library, options, network, rank, sizes, checkpoint_of, progress)
+    engines = {
+        f"{FILES[network.name]}.rank{rank}.{SUFFIX}": (network, rank)
         for rank in range(options.tp)
         for network in networks.values()
-    ]
+    }
     return {
         "library": library.backend,
         "version": library.version,
         "weights": "fp4" if weights_in_fp4(options.sm) else "int8",
         "cache_length": sizes.cache_length,
-        "engines": {engine.file: engine.manifest() for engine in engines},
+        "engines": {
+            file: _build(
+                directory / file, library, options, network, rank, sizes, checkpoint_of, progress
+            )
+            for file, (network, rank) in engines.items()
+        },
     }
 
 
 def _build(
-    directory: Path,
+    path: Path,
     library: Library,
     options: BuildOptions,
     network: Network,
@@ -181,29 +174,25 @@ def _build(
     sizes: EngineSizes,
     checkpoint_of: Callable[[Owner], Checkpoint],
     progress: Callable[[int], None],
-) -> BuiltEngine:
+) -> dict[str, Any]:
+    """Build one engine; returns its entry in the manifest."""
     how = encoding(options, rank)
-    file = f"{FILES[network.name]}.rank{rank}.{SUFFIX}"
-    staged = directory / f"{file}.weights"
+    staged = path.with_suffix(".weights")
+    profiles = sizes.profiles(network.name)
     try:
         weights = stage(staged, network, how, checkpoint_of, progress)
         messages = BuildMessages()
         logger = messages.logger(library.module)
         builder = library.module.Builder(logger)
         lowered = lower(library.module, builder, network, how, weights, sizes.cache_length)
-        profiles = sizes.profiles(network.name)
-        compile_engine(
-            library, builder, messages, lowered, profiles, options.sm, directory / file
-        )
+        compile_engine(library, builder, messages, lowered, profiles, options.sm, path)
     finally:
         staged.unlink(missing_ok=True)
-    inspection = inspect_engine(
-        directory / file, lowered.definition.num_layers, messages.notes
-    )
+    inspection = inspect_engine(path, lowered.definition.num_layers, messages.notes)
     quantized = {w.activations for w in network.weights.values() if w.kind == "nvfp4"}
     inspection.check(
-        file,
+        path.name,
         fused_weights=quantized == {"nvfp4"},
         attention=any(op.kind == "tree_attention" for op in network.ops),
     )
-    return BuiltEngine(file, network.name, rank, lowered, profiles, inspection)
+    return engine_entry(network.name, rank, lowered, profiles) | inspection.manifest()
