@@ -19,13 +19,13 @@ class EvaluatedExecutable:
     """A network's evaluator behind the runner's interface to a loaded engine."""
 
     def __init__(self, evaluator: NetworkEvaluator) -> None:
-        self._evaluator = evaluator
+        self.evaluator = evaluator
         self.runs: list[tuple[str, dict[str, tuple[int, ...]]]] = []
 
     def run(self, profile: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        inputs = {name: tensors[name] for name in self._evaluator.inputs}
-        values = self._evaluator.run(inputs)
-        for name in self._evaluator.outputs:
+        inputs = {name: tensors[name] for name in self.evaluator.inputs}
+        values = self.evaluator.run(inputs)
+        for name in self.evaluator.outputs:
             if tensors[name].data_ptr() != values[name].data_ptr():
                 assert tensors[name].shape == values[name].shape, name
                 tensors[name].copy_(values[name])

@@ -48,6 +48,8 @@ class NetworkEvaluator:
         trt: the library's module.
         definition: the INetworkDefinition.
         constants: memory of its constants, by layer name; FP4 as packed uint8.
+
+    ``fixed`` holds what depends on constants alone, computed once.
     """
 
     def __init__(self, trt: Any, definition: Any, constants: Mapping[str, torch.Tensor]) -> None:
@@ -58,8 +60,8 @@ class NetworkEvaluator:
             for i in range(definition.num_inputs)
         }
         self.outputs = [definition.get_output(i).name for i in range(definition.num_outputs)]
-        self.wide: dict[str, torch.Tensor] = {}
-        self._fixed: dict[str, torch.Tensor] = {}
+        self._wide: dict[str, torch.Tensor] = {}
+        self.fixed: dict[str, torch.Tensor] = {}
         self._layers: list[Layer] = []
         layers = [_read_layer(trt, definition.get_layer(i)) for i in range(definition.num_layers)]
         for layer in _in_order(layers, set(self.inputs)):
@@ -84,7 +86,7 @@ class NetworkEvaluator:
         forced: Mapping[str, torch.Tensor] | None = None,
     ) -> Generator[Collective, torch.Tensor, dict[str, torch.Tensor]]:
         """Like ``run``, but pauses at collectives and is sent their results."""
-        values = {**self._fixed, **self._checked(inputs)}
+        values = {**self.fixed, **self._checked(inputs)}
         computed: dict[str, torch.Tensor] = {}
         forced = forced or {}
         for layer in self._layers:
@@ -108,13 +110,13 @@ class NetworkEvaluator:
             value = _unpack_fp4(constants[layer.name], layer.dtypes[0])
             if list(value.shape) != list(layer.layer.shape):
                 raise UnknownLayerError(f"{layer.name}: memory {value.shape}, {layer.layer.shape}")
-            self._fixed[layer.outputs[0]] = value
+            self.fixed[layer.outputs[0]] = value
         elif layer.kind not in _LAYERS and layer.kind != "DIST_COLLECTIVE":
             raise UnknownLayerError(f"{layer.name}: no semantics for layer type {layer.kind}")
-        elif all(name in self._fixed for name in layer.inputs):
-            operands = [self._fixed[str(name)] for name in layer.inputs]
+        elif all(name in self.fixed for name in layer.inputs):
+            operands = [self.fixed[str(name)] for name in layer.inputs]
             results = self._compute(layer, operands)
-            self._fixed.update(zip(layer.outputs, results, strict=True))
+            self.fixed.update(zip(layer.outputs, results, strict=True))
         else:
             self._layers.append(layer)
 
@@ -128,11 +130,11 @@ class NetworkEvaluator:
 
     def double(self, name: str | None, value: torch.Tensor) -> torch.Tensor:
         """value in float64; kept for constants, which would be widened at every call."""
-        if name not in self._fixed:
+        if name not in self.fixed:
             return value.double()
-        if name not in self.wide:
-            self.wide[str(name)] = value.double()
-        return self.wide[str(name)]
+        if name not in self._wide:
+            self._wide[str(name)] = value.double()
+        return self._wide[str(name)]
 
 
 def evaluate_together(
