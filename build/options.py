@@ -104,8 +104,10 @@ class BuildOptions:
         return replace(self, **changes)
 
 
-def read_options(file: Path) -> BuildOptions:
+def read_options(file: Path, defaults: Mapping[str, Any] | None = None) -> BuildOptions:
     """Read a YAML file; relative checkpoint paths are relative to it.
+
+    ``defaults`` stand for options that the file does not name.
 
     Raises:
         OptionError: not readable, not YAML, an unknown key, or an invalid value.
@@ -132,7 +134,7 @@ def read_options(file: Path) -> BuildOptions:
     if "sm" in data:
         data["sm"] = parse_sms(data["sm"])
     try:
-        return BuildOptions(**data)
+        return BuildOptions(**{**(defaults or {}), **data})
     except OptionError as error:
         raise OptionError(f"{file}: {error}") from None
 

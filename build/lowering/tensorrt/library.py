@@ -16,6 +16,9 @@ from trtree.build.options import OptionError
 # SMs with FP4 tensor cores; the others hold NVFP4 weights as INT8.
 FP4_SMS = frozenset({100, 103, 120, 121})
 
+# Earlier ones have no bf16.
+FIRST_BF16_SM = 80
+
 _RTX_HINT = (
     "pass --backend tensorrt-rtx, which builds with no GPU (pip install 'trtree[tensorrt-rtx]')"
 )
@@ -42,9 +45,10 @@ def load_library(backend: str) -> Library:
     """
     name = backend.replace("-", "_")
     try:
-        module = importlib.import_module({"tensorrt_rtx": "tensorrt_rtx"}.get(name, "tensorrt"))
-        module.Builder  # noqa: B018  a stub package imports but holds nothing
-    except (ImportError, AttributeError, OSError) as error:
+        module = importlib.import_module(name)
+        if not hasattr(module, "Builder"):
+            raise ImportError("the package there holds no library")
+    except (ImportError, OSError) as error:
         hint = "pip install 'trtree[tensorrt-rtx]'" if backend == "tensorrt-rtx" else _RTX_HINT
         raise OptionError(f"backend {backend}: cannot import {name} ({error}); {hint}") from None
     if backend == "tensorrt" and not has_gpu():
@@ -53,12 +57,14 @@ def load_library(backend: str) -> Library:
     return Library(backend, module, sms)
 
 
-def default_backend() -> str:
-    """``tensorrt`` where it imports and sees a GPU, else ``tensorrt-rtx``."""
+def gpu_backend() -> str | None:
+    """``tensorrt`` where it imports and sees a GPU: the default backend there."""
+    if not has_gpu():
+        return None
     try:
         load_library("tensorrt")
     except OptionError:
-        return "tensorrt-rtx"
+        return None
     return "tensorrt"
 
 
@@ -77,6 +83,8 @@ def check_sms(library: Library, sms: Sequence[int]) -> None:
     """
     if not sms:
         raise OptionError("sm is empty; name at least one, such as --sm 120")
+    if min(sms) < FIRST_BF16_SM:
+        raise OptionError(f"sm {min(sms)}: has no bf16, which the networks compute in")
     if library.sms is None:
         return
     for sm in sms:
