@@ -32,6 +32,8 @@ SUFFIX = "engine"
 FILES = {"target": "target", "drafter_context": "drafter_context", "drafter_block": "drafter"}
 # TopK's largest k.
 MAX_TOP_K = 3840
+# Rows of a prefill chunk, at least.
+LEAST_CHUNK = 65
 # The cache is rounded up to this many slots.
 CACHE_STEP = 64
 
@@ -55,17 +57,23 @@ class EngineSizes:
     def cache_length(self) -> int:
         """Slots per request: its tokens, and a step's rows behind them."""
         headroom = max(self.max_verify_width, self.block_size)
-        return -(-(self.max_seq_len + headroom) // CACHE_STEP) * CACHE_STEP
+        length = max(self.max_seq_len + headroom, LEAST_CHUNK)
+        return -(-length // CACHE_STEP) * CACHE_STEP
 
     def profiles(self, network: str) -> list[Profile]:
-        """Prefill of one request, and verify steps (or draft blocks) of several."""
-        batch = (1, 1, self.max_batch_size)
+        """Prefill of one request, and verify steps (or draft blocks) of several.
+
+        TensorRT-RTX 1.7 fails on attention of one request (always one) whose rows are never
+        more than 64, so every profile allows two requests or more rows than that.
+        """
+        batch = (1, 1, max(2, self.max_batch_size))
         if network == "drafter_block":
             block, outputs = self.block_size, max(1, self.block_size - 1)
             sizes = {BATCH: batch, ROWS: (block,) * 3, OUTPUTS: (outputs,) * 3}
             return [Profile("block", sizes)]
-        chunk = min(self.max_chunk, self.max_seq_len)
-        rows = (1, self.verify_width, self.max_verify_width)
+        chunk = max(LEAST_CHUNK, min(self.max_chunk, self.max_seq_len))
+        # Nor does it fuse attention of rows that are always one.
+        rows = (1, self.verify_width, max(2, self.max_verify_width))
         prefill = {BATCH: (1, 1, 1), ROWS: (1, max(1, chunk // 2), chunk), OUTPUTS: (1, 1, 1)}
         return [
             Profile("prefill", prefill),
