@@ -164,8 +164,12 @@ def _parser() -> argparse.ArgumentParser:
         help="engine directory to write (default: engines/demo)",
     )
     add("--force", action="store_true", help="replace an engine that is already there")
-    add("--backend", choices=BACKENDS, help="what will run the engine (default: tensorrt where it is installed and "
-        "sees a GPU, else cpu)")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        help="what will run the engine (default: tensorrt where it is installed and "
+        "sees a GPU, else cpu)",
+    )
     add(
         "--sm",
         metavar="SM[,SM...]",
@@ -213,7 +217,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens the KV pool holds, all requests together (default: 8192)",
     )
-    add("--max-batch-size", "--max-batch", type=int, metavar="N", help="requests per step (default: 8)")
+    add(
+        "--max-batch-size",
+        "--max-batch",
+        type=int,
+        metavar="N",
+        help="requests per step (default: 8)",
+    )
     add("--max-num-rows", type=int, metavar="N", help="rows per step (default: 512)")
     add(
         "--max-seq-len",

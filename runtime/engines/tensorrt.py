@@ -292,9 +292,7 @@ class TensorRTEngine(_core.Engine):
         cache = self._kv["target"][:, sequence.slot]
         cache[:, :, start:end] = cache.index_select(2, source)
 
-    def _extend_drafter(
-        self, accepted: Sequence[tuple[_core.Sequence, NDArray[np.int64]]]
-    ) -> None:
+    def _extend_drafter(self, accepted: Sequence[tuple[_core.Sequence, NDArray[np.int64]]]) -> None:
         """Runs in the order of the step's: slots that are padded come first."""
         width = self._engines["drafter_context"].spec.profiles["verify"]["rows"]
         together = [(s, rows) for s, rows in accepted if len(rows) <= width]
@@ -312,7 +310,10 @@ class TensorRTEngine(_core.Engine):
         positions = np.repeat(lengths[:, None], width, axis=1)
         features = self._captured(group[0][0].request_id).shape[-1]
         captured = torch.zeros(
-            count, width, features, dtype=self._captured(group[0][0].request_id).dtype,
+            count,
+            width,
+            features,
+            dtype=self._captured(group[0][0].request_id).dtype,
             device=self._device,
         )
         for sequence, rows in group:

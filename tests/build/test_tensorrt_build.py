@@ -229,7 +229,9 @@ def test_memory_is_read_from_the_log() -> None:
 
 def plan(model: str, **changes: Any) -> dict[str, str]:
     options = BuildOptions(
-        checkpoint=ROOT / "configs" / "models" / model, backend=RTX, **{"kv_tokens": 65536} | changes
+        checkpoint=ROOT / "configs" / "models" / model,
+        backend=RTX,
+        **{"kv_tokens": 65536} | changes,
     )
     hardware = Hardware.read(ROOT / "configs" / "hardware" / "rtx_pro_6000.yaml")
     return dict(memory_plan(builder.plan(options), hardware))

@@ -298,7 +298,10 @@ def test_two_ranks_are_one(pairs: Pairs, case: str) -> None:
             generator = torch.Generator().manual_seed(4)
             inputs["captured"] = torch.randn(3, batch.width, width, generator=generator).bfloat16()
         halves = [
-            {n: _half(v, rank) if n.endswith((".k", ".v")) else v.clone() for n, v in inputs.items()}
+            {
+                n: _half(v, rank) if n.endswith((".k", ".v")) else v.clone()
+                for n, v in inputs.items()
+            }
             for rank in range(2)
         ]
         evaluated = [evaluators({name: lowered[name]})[name] for lowered in ranks]

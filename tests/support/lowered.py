@@ -150,9 +150,7 @@ class Batch:
         """One page of the whole cache's length per request."""
         names = {name.removesuffix(".k") for name in self.caches if name.endswith(".k")}
         caches = {
-            name: PagedKv(
-                *(self.caches[f"{name}.{w}"].transpose(1, 2).contiguous() for w in "kv")
-            )
+            name: PagedKv(*(self.caches[f"{name}.{w}"].transpose(1, 2).contiguous() for w in "kv"))
             for name in names
         }
         segments, first = [], 0

@@ -73,7 +73,9 @@ def compile_engine(
     if not done or size == 0:
         why = " ".join((messages.errors or ["no reason given"])[0].split())
         names = ", ".join(map(str, sms))
-        raise NetworkError(f"{lowered.definition.name}: TensorRT cannot build for SM {names}: {why}")
+        raise NetworkError(
+            f"{lowered.definition.name}: TensorRT cannot build for SM {names}: {why}"
+        )
     return size
 
 
@@ -96,7 +98,9 @@ def _profile(builder: Any, lowered: LoweredNetwork, profile: Profile) -> Any:
     made = builder.create_optimization_profile()
     for binding in lowered.inputs:
         shapes = [
-            tuple(profile.sizes[dim][which] if isinstance(dim, str) else dim for dim in binding.dims)
+            tuple(
+                profile.sizes[dim][which] if isinstance(dim, str) else dim for dim in binding.dims
+            )
             for which in range(3)
         ]
         made.set_shape(binding.name, *shapes)

@@ -17,7 +17,9 @@ from trtree.build.network.network import NetworkError
 
 log = logging.getLogger(__name__)
 
-_KERNEL = re.compile(rb"(__myl_[A-Za-z0-9]+|_gemm_mha_v[0-9]+|__mye[0-9]+_[a-z]*gemm[a-z_]*)(?=_0x)")
+_KERNEL = re.compile(
+    rb"(__myl_[A-Za-z0-9]+|_gemm_mha_v[0-9]+|__mye[0-9]+_[a-z]*gemm[a-z_]*)(?=_0x)"
+)
 _REWRITE = re.compile(r"__myl_(?=\w*Repl)(?=\w*Mul)(?:Cast|Mul|Repl|Resh|Move)+$")
 _ATTENTION = "_gemm_mha"
 # Sections of a tensorrt_rtx plan: name (reversed), offset and size as 64-bit integers.
@@ -112,9 +114,7 @@ def _engine_section(plan: mmap.mmap) -> tuple[int, int]:
     at = plan.find(_ENGINE_SECTION, 0, _HEADER_BYTES)
     if at < 0:
         return 0, len(plan)
-    start, size = (
-        int.from_bytes(plan[at + first : at + first + 8], "little") for first in (8, 16)
-    )
+    start, size = (int.from_bytes(plan[at + first : at + first + 8], "little") for first in (8, 16))
     if size == 0 or start + size > len(plan):
         return 0, len(plan)
     return start, start + size

@@ -61,9 +61,7 @@ def _top_k(low: Lowering, name: str, x: Any, k: int) -> tuple[Any, Any]:
     return layer.get_output(0), layer.get_output(1)
 
 
-def _among_ranks(
-    low: Lowering, values: Any, ids: Any, vocab: int, k: int
-) -> tuple[Any, Any]:
+def _among_ranks(low: Lowering, values: Any, ids: Any, vocab: int, k: int) -> tuple[Any, Any]:
     """The best k of every rank's candidates, with ids of the whole vocabulary."""
     emit = low.emit
     offset = emit.scalar(low.encoding.shard.rank * vocab, 3, torch.int32)

@@ -73,9 +73,7 @@ class Encoding:
 
     def uses(self, network: Network) -> list[WeightUse]:
         """All distinct uses, in the order of the ops."""
-        uses = [
-            self.use(network.weights[name], op) for op in network.ops for name in op.weights
-        ]
+        uses = [self.use(network.weights[name], op) for op in network.ops for name in op.weights]
         return list(dict.fromkeys(uses))
 
     def specs(self, use: WeightUse, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -180,5 +178,3 @@ def _specs(network: Network, encoding: Encoding) -> dict[str, TensorSpec]:
         for use in encoding.uses(network)
         for part, spec in encoding.specs(use, dtype).items()
     }
-
-
