@@ -47,18 +47,34 @@ extern const TileKernel kAvx512Tile;
 
 namespace {
 
-// Scores of one query against up to four keys.
-inline void score(const Query& query, const float* const (&keys)[4], int count, int64_t d,
-                  float scale, float* scores) {
-  Lanes totals[4] = {};
+// Scores of Q queries against four keys, of which `count` are wanted.
+template <int Q>
+inline void score(const Query* queries, const float* const (&keys)[4], int count, int64_t d,
+                  float scale, int64_t at) {
+  Lanes totals[Q][4] = {};
   for (int64_t i = 0; i < d; i += kLanes) {
-    const Lanes q = load(query.q + i);
+    Lanes key[4];
 #pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) totals[k] = fma(q, load(keys[k] + i), totals[k]);
+    for (int k = 0; k < 4; ++k) key[k] = load(keys[k] + i);
+#pragma GCC unroll 2
+    for (int q = 0; q < Q; ++q) {
+      const Lanes query = load(queries[q].q + i);
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) totals[q][k] = fma(query, key[k], totals[q][k]);
+    }
   }
-  float sums[4];
-  sum4(totals, sums);
-  for (int k = 0; k < count; ++k) scores[k] = sums[k] * scale;
+#pragma GCC unroll 2
+  for (int q = 0; q < Q; ++q) {
+    float sums[4];
+    sum4(totals[q], sums);
+    float* const scores = queries[q].weights + at;
+    if (count == 4) {
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) scores[k] = sums[k] * scale;
+    } else {
+      for (int k = 0; k < count; ++k) scores[k] = sums[k] * scale;
+    }
+  }
 }
 
 // Scores -> exp(score - max), padded with zeros to whole lanes; returns their sum.
@@ -146,8 +162,7 @@ inline void attend_row(const Attention& attention, const Tile& tile, int32_t row
   std::vector<const float*>& keys = scratch.keys;
   keys.assign(prefix + start, prefix + segment.prefix_length);
   for (const int32_t other : seen) {
-    keys.push_back(cache.k + tile.kv_head * d +
-                   cache.at(segment.pages, segment.prefix_length + other));
+    keys.push_back(cache.k + cache.at(segment.pages, segment.prefix_length + other, tile.kv_head));
   }
   const auto visible = static_cast<int64_t>(keys.size());
   const auto group = static_cast<int>(attention.query_heads / cache.heads);
@@ -161,9 +176,11 @@ inline void attend_row(const Attention& attention, const Tile& tile, int32_t row
                                scratch.weights.data() + g * stride, visible, 0});
   }
   for_each_four(keys.data(), visible, [&](const float* const(&four)[4], int count, int64_t at) {
-    for (const Query& query : scratch.queries) {
-      score(query, four, count, d, attention.scale, query.weights + at);
+    int g = 0;
+    for (; g + 2 <= group; g += 2) {
+      score<2>(&scratch.queries[g], four, count, d, attention.scale, at);
     }
+    if (g < group) score<1>(&scratch.queries[g], four, count, d, attention.scale, at);
   });
   for (Query& query : scratch.queries) query.total = softmax(query.weights, visible);
 
@@ -178,9 +195,8 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
   const PagedKv& cache = attention.cache;
   const Segment& segment = *tile.segment;
   scratch.prefix.clear();
-  const float* const keys = cache.k + tile.kv_head * cache.head_dim;
   for (int64_t slot = 0; slot < segment.prefix_length; ++slot) {
-    scratch.prefix.push_back(keys + cache.at(segment.pages, slot));
+    scratch.prefix.push_back(cache.k + cache.at(segment.pages, slot, tile.kv_head));
   }
   for (int32_t r = 0; r < tile.num_rows; ++r) {
     attend_row(attention, tile, tile.first_row + r, scratch.prefix.data(), scratch);
