@@ -73,11 +73,12 @@ void attend(const Attention& attention, Parallel& parallel, Isa isa) {
     throw std::invalid_argument("tree attention needs a head size that is a multiple of " +
                                 std::to_string(kLanes) + ", not " + std::to_string(cache.head_dim));
   }
+  const int32_t tile_rows = attention.window > 0 ? 1 : kTileRows;
   std::vector<Tile> tiles;
   for (const Segment& segment : attention.segments) {
     for (int64_t head = 0; head < cache.heads; ++head) {
-      for (int32_t row = 0; row < segment.num_rows; row += kTileRows) {
-        tiles.push_back({&segment, row, std::min(kTileRows, segment.num_rows - row), head});
+      for (int32_t row = 0; row < segment.num_rows; row += tile_rows) {
+        tiles.push_back({&segment, row, std::min(tile_rows, segment.num_rows - row), head});
       }
     }
   }
