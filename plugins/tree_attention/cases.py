@@ -246,3 +246,24 @@ def _pairs(factors: dict[str, tuple[object, ...]]) -> Iterator[tuple[object, ...
 
 def _pairs_of(choice: dict[str, Any]) -> list[tuple[object, ...]]:
     return list(_pairs({name: (value,) for name, value in choice.items()}))
+
+
+def assert_rounded(
+    what: str, got: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor | float
+) -> None:
+    """``got`` must be some value within ``slack`` of float64 ``exact``, rounded to its dtype.
+
+    Raises:
+        AssertionError: naming the worst element.
+    """
+    low = (exact - slack).to(got.dtype).double()
+    high = (exact + slack).to(got.dtype).double()
+    wide = got.double()
+    bad = ~((wide >= low) & (wide <= high))  # NaN is bad
+    if bad.any():
+        off = torch.where(bad, (wide - exact).abs().nan_to_num(torch.inf), -1.0)
+        worst = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
+        raise AssertionError(
+            f"{what}: {int(bad.sum())} of {bad.numel()} elements are off; the worst is {worst}: "
+            f"{float(wide[worst])} instead of {float(exact[worst])}"
+        )
