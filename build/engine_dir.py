@@ -9,11 +9,10 @@ the machine it was measured on.
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,7 @@ class EngineDirWriter:
         files = {
             str(file.relative_to(self.path)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
             for file in sorted(self.path.rglob("*"))
-            if file.is_file() and file.name != CALIBRATION
+            if file.is_file() and file.name not in (CALIBRATION, MANIFEST)
         }
         self.json(MANIFEST, {"format_version": FORMAT_VERSION, **manifest, "files": files})
 
@@ -139,26 +138,34 @@ def writing(path: Path, *, force: bool = False) -> Iterator[EngineDirWriter]:
             or cannot be written (no space, no permission).
     """
     _check_target(path, force)
+    made = [parent for parent in path.parents if not parent.exists()]  # innermost first
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise _unwritable(path, error) from None
-    try:
-        staging.chmod(0o755)
-        yield EngineDirWriter(staging)
-        if path.exists():
-            # Two renames: the old engine stays whole until the new one is.
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-            os.replace(path, old)
-            os.replace(staging, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(staging, path)
+        try:
+            staging.chmod(0o755)
+            yield EngineDirWriter(staging)
+            _move_into_place(staging, path)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         raise _unwritable(path, error) from None
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if not path.exists():
+            for parent in made:
+                with suppress(OSError):  # not there, or not empty
+                    parent.rmdir()
+
+
+def _move_into_place(staging: Path, path: Path) -> None:
+    if not path.exists():
+        staging.replace(path)
+        return
+    # Two renames: the old engine stays whole until the new one is.
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    path.replace(old)
+    staging.replace(path)
+    shutil.rmtree(old)
 
 
 def _check_target(path: Path, force: bool) -> None:

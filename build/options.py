@@ -22,6 +22,7 @@ class BuildOptions:
     backend: str = "reference"
     tree: Literal["dynamic", "static"] = "dynamic"
     tree_budget: int = 16
+    max_tree_budget: int | None = None  # default: tree_budget, at least 64
     top_k: int | None = None  # ranks per depth; default: as many as the budget can use
     block_size: int | None = None  # default: the drafter's
     activations: str | None = None  # default: the checkpoint's
@@ -30,21 +31,38 @@ class BuildOptions:
     max_batch_size: int = 8
     max_num_rows: int = 512
     max_seq_len: int | None = None  # default: the checkpoint's, at most kv_tokens
+    calibration_prompts: Path | None = None  # needed by static trees
+    calibration_tokens: int = 64  # decoded per prompt
 
     def __post_init__(self) -> None:
         _at_least("tree_budget", self.tree_budget, 0)
-        for name in ("page_size", "kv_tokens", "max_batch_size", "max_num_rows"):
+        for name in (
+            "page_size",
+            "kv_tokens",
+            "max_batch_size",
+            "max_num_rows",
+            "calibration_tokens",
+        ):
             _at_least(name, getattr(self, name), 1)
-        for name, least in (("top_k", 1), ("block_size", 1), ("max_seq_len", 2)):
+        for name, least in (
+            ("max_tree_budget", 0),
+            ("top_k", 1),
+            ("block_size", 1),
+            ("max_seq_len", 2),
+        ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least)
         _one_of("tree", self.tree, ("dynamic", "static"))
         _one_of("activations", self.activations, (None, "nvfp4", "bf16", "float32"))
         _one_of("backend", self.backend, ("reference",))
-        if self.max_num_rows < self.verify_width:
+        if self.max_tree_budget is not None and self.max_tree_budget < self.tree_budget:
             raise OptionError(
-                f"max_num_rows {self.max_num_rows} is below the verify width {self.verify_width} "
-                f"(1 + tree_budget {self.tree_budget})"
+                f"max_tree_budget {self.max_tree_budget} is below tree_budget {self.tree_budget}"
+            )
+        if self.max_num_rows < 1 + self.largest_budget:
+            raise OptionError(
+                f"max_num_rows {self.max_num_rows} is below the largest verify width "
+                f"{1 + self.largest_budget} (1 + max_tree_budget)"
             )
 
     @property
@@ -53,12 +71,21 @@ class BuildOptions:
         return 1 + self.tree_budget
 
     @property
+    def largest_budget(self) -> int:
+        """The largest budget a request may ask for; it bounds the verify width."""
+        return max(self.tree_budget, 64) if self.max_tree_budget is None else self.max_tree_budget
+
+    @property
     def num_pages(self) -> int:
         return -(-self.kv_tokens // self.page_size)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> "BuildOptions":
         """A copy with every override that is not None."""
-        return replace(self, **{k: v for k, v in overrides.items() if v is not None})
+        return self.with_changes({k: v for k, v in overrides.items() if v is not None})
+
+    def with_changes(self, changes: Mapping[str, Any]) -> "BuildOptions":
+        """A copy with these options, checked like any."""
+        return replace(self, **changes)
 
 
 def read_options(file: Path) -> BuildOptions:
@@ -81,7 +108,7 @@ def read_options(file: Path) -> BuildOptions:
         raise OptionError(
             f"{file}: unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
-    for key in ("checkpoint", "drafter"):
+    for key in ("checkpoint", "drafter", "calibration_prompts"):
         if data.get(key) is not None:
             data[key] = file.parent / str(data[key])
     if data.get("output") is not None:

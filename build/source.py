@@ -1,8 +1,12 @@
-"""What the checkpoints of a build hold, as the network's weight source."""
+"""What a build's checkpoints hold, as the weight source of its networks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from trtree.build.checkpoint import Checkpoint
+from trtree.build.checkpoint import Checkpoint, QuantizationConfig
+from trtree.build.checkpoint.quantization import read_json, read_quantization
 from trtree.build.network.graph import WeightInfo
 from trtree.build.network.network import Activations, Owner
 
@@ -26,7 +30,10 @@ class CheckpointSource:
             raise ValueError("this build has no drafter")
         return self.drafter
 
-    def describe(self, module: str, owner: Owner) -> WeightInfo:
+    def config(self, owner: Owner) -> Mapping[str, Any]:
+        return self.checkpoint(owner).config
+
+    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         """From headers only.
 
         Raises:
@@ -38,12 +45,52 @@ class CheckpointSource:
             return WeightInfo("dense", tuple(info.shape), _name(info.dtype))
         linear = checkpoint.linear_info(module)
         shape = (linear.out_features, linear.in_features)
-        if linear.kind == "dense":
+        if linear.kind == "dense" or checkpoint.quantization is None:
             return WeightInfo("dense", shape, _name(linear.dtype), linear.has_bias)
-        quantization = checkpoint.quantization
-        assert quantization is not None  # an NVFP4 linear has one
-        activations = self.activations or quantization.activations
+        activations = self.activations or checkpoint.quantization.activations
         return WeightInfo("nvfp4", shape, "nvfp4", linear.has_bias, activations)
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """Describes modules from configuration files alone, for planning without weights.
+
+    Weights are what config.json implies: NVFP4 where the quantization covers them and
+    they are no vector, embedding or head; bf16 elsewhere.
+    """
+
+    configs: Mapping[Owner, Mapping[str, Any]]
+    quantizations: Mapping[Owner, QuantizationConfig | None]
+    activations: Activations | None = None
+
+    @classmethod
+    def open(
+        cls, target: Path, drafter: Path | None, activations: Activations | None
+    ) -> "ConfigSource":
+        """Read config.json (and hf_quant_config.json, if there) of both directories.
+
+        Raises:
+            CheckpointError: a file is missing or invalid.
+        """
+        directories: dict[Owner, Path] = {"target": target}
+        if drafter is not None:
+            directories["drafter"] = drafter
+        configs = {owner: read_json(path / "config.json") for owner, path in directories.items()}
+        quantizations = {
+            owner: read_quantization(path, configs[owner]) for owner, path in directories.items()
+        }
+        return cls(configs, quantizations, activations)
+
+    def config(self, owner: Owner) -> Mapping[str, Any]:
+        return self.configs[owner]
+
+    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
+        quantization = self.quantizations[owner]
+        plain = len(implied) == 1 or module.endswith(("embed_tokens", "lm_head"))
+        if plain or quantization is None or quantization.is_excluded(module):
+            return WeightInfo("dense", implied, "bfloat16")
+        activations = self.activations or quantization.activations
+        return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
 
 
 def _name(dtype: object) -> str:

@@ -1,0 +1,23 @@
+"""What users have: checkpoints on disk, read, checked and streamed.
+
+``Checkpoint.open`` reads a Hugging Face directory; ``read_drafter`` a DFlash drafter's
+configuration; ``write.py`` makes checkpoints for tests and benchmarks.
+"""
+
+from trtree.build.checkpoint.dflash_config import DrafterConfig, read_drafter
+from trtree.build.checkpoint.errors import CheckpointError
+from trtree.build.checkpoint.linear import LinearInfo, LinearWeight
+from trtree.build.checkpoint.quantization import QuantizationConfig
+from trtree.build.checkpoint.reader import Checkpoint
+from trtree.build.checkpoint.shard import TensorInfo
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "DrafterConfig",
+    "LinearInfo",
+    "LinearWeight",
+    "QuantizationConfig",
+    "TensorInfo",
+    "read_drafter",
+]

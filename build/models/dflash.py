@@ -7,31 +7,20 @@ block's own keys and values go to the slots after the prefix and are overwritten
 when the context grows, so nothing has to drop them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from trtree.build.models import qwen3
-from trtree.build.models.config import ConfigReader
 from trtree.build.network.graph import Graph
 
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """layers: the drafter's transformer, which is Qwen3's; captures: target layers it sees."""
+    """layers: the drafter's transformer, which is Qwen3's; captures: target layers it
+    sees; causal: per layer, whether a block slot sees only the slots before it."""
 
     layers: qwen3.Qwen3Config
     captures: int
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any], captures: Sequence[int]) -> "DFlashConfig":
-        """Read the drafter's config.json.
-
-        Raises:
-            NetworkError: a field is missing, of the wrong type, or not supported.
-        """
-        ConfigReader(config, "drafter config.json").require("model_type", "qwen3")
-        return cls(qwen3.Qwen3Config.from_dict(config), len(captures))
+    causal: tuple[bool, ...]
 
 
 def build_context(g: Graph, cfg: DFlashConfig) -> None:
@@ -61,11 +50,16 @@ def build_context(g: Graph, cfg: DFlashConfig) -> None:
 def build_block(g: Graph, cfg: DFlashConfig, target: qwen3.Qwen3Config, top_k: int) -> None:
     """Rows of whole blocks -> top-k log-probs and ids of the output rows.
 
-    The packed mask of a block is all ones: attention is bidirectional inside it.
-    Embedding and head are the target's.
+    Attention is bidirectional inside the block (packed_mask is all ones) but for layers
+    that are causal there, which have a mask of their own. Embedding and head are the
+    target's.
     """
     layers = cfg.layers
     rows = g.rows()
+    causal_rows = rows
+    if any(cfg.causal):
+        causal_mask = g.input("causal_mask", ("rows", "mask_words"), "int32")
+        causal_rows = replace(rows, packed_mask=causal_mask)
     x = g.embedding(
         "model.embed_tokens",
         rows.token_ids,
@@ -76,15 +70,16 @@ def build_block(g: Graph, cfg: DFlashConfig, target: qwen3.Qwen3Config, top_k: i
     for i in range(layers.num_hidden_layers):
         with g.scope(f"layers.{i}"):
             h = g.rms_norm("input_layernorm", x, layers.rms_norm_eps)
+            seen = causal_rows if cfg.causal[i] else rows
             # Keys and values are rows of the context pass's weight, stored once.
-            h = qwen3.attention(g, h, rows, layers, layers.windows[i], fuse_query=False)
+            h = qwen3.attention(g, h, seen, layers, layers.windows[i], fuse_query=False)
             x = g.add("attention_residual", x, h)
             h = g.rms_norm("post_attention_layernorm", x, layers.rms_norm_eps)
             h = qwen3.gated_mlp(g, h, layers.intermediate_size, layers.hidden_size)
             x = g.add("mlp_residual", x, h)
     h = g.gather_rows("output_hidden", x, rows.output_rows)
     h = g.rms_norm("norm", h, layers.rms_norm_eps)
-    logits = g.linear(target.head_module, h, target.vocab_size, owner="target")
+    logits = g.linear(target.head_module, h, target.vocab_size, name="lm_head", owner="target")
     log_probs, ids = g.top_k_log_probs("top_k", logits, top_k)
     g.output("log_probs", log_probs)
     g.output("token_ids", ids)

@@ -78,7 +78,7 @@ def build(g: Graph, cfg: Qwen3Config, captured_layers: Sequence[int]) -> None:
         g.output("captured", g.concat("captured", [captures[i] for i in captured_layers]))
     h = g.gather_rows("output_hidden", x, rows.output_rows)
     h = g.rms_norm("model.norm", h, cfg.rms_norm_eps)
-    logits = g.linear(cfg.head_module, h, cfg.vocab_size)
+    logits = g.linear(cfg.head_module, h, cfg.vocab_size, name="lm_head")
     g.output("logits", logits)
     g.output("argmax", g.argmax("argmax", logits))
 

@@ -67,7 +67,8 @@ class WeightInfo:
 class WeightSource(Protocol):
     """Where a family learns what kind of weight each module holds."""
 
-    def describe(self, module: str, owner: Owner) -> WeightInfo: ...
+    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
+        """``implied`` is the shape that config.json implies, for sources that hold no weights."""
 
 
 @dataclass(frozen=True)
@@ -143,23 +144,33 @@ class Graph:
         self, module: str, token_ids: Tensor, *, vocab: int, hidden: int, owner: Owner | None = None
     ) -> Tensor:
         """token_ids int32 [rows] -> [rows, hidden]."""
-        weight = self._weight([module], (vocab, hidden), owner)
+        weight = self._weight([module], [vocab], hidden, owner)
         return self._op(
             "embedding", module, [token_ids], [(*token_ids.shape, hidden)], weights=[weight]
         )[0]
 
     def linear(
-        self, module: str, x: Tensor, out_features: int, *, owner: Owner | None = None
+        self,
+        module: str,
+        x: Tensor,
+        out_features: int,
+        *,
+        name: str | None = None,
+        owner: Owner | None = None,
     ) -> Tensor:
-        """x [rows, in_features] -> [rows, out_features]: x @ weight.T (+ bias)."""
-        return self._linear([module], module, x, out_features, owner)
+        """x [rows, in_features] -> [rows, out_features]: x @ weight.T (+ bias).
+
+        ``name`` is the op's, where it is not the module's.
+        """
+        return self._linear([module], name or module, x, [out_features], owner)
 
     def linears(self, modules: Sequence[str], x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Several linears of one input, fused into one where their weights are of one kind."""
-        infos = [self._describe(module, None) for module in modules]
+        in_features = _static(x.shape[-1], f"{modules[0]}: in_features")
+        infos = self._infos(modules, sizes, in_features, self._owner)
         if not all(info.fuses_with(infos[0]) for info in infos):
             return [self.linear(m, x, size) for m, size in zip(modules, sizes, strict=True)]
-        fused = self._linear(modules, "+".join(modules), x, sum(sizes), None)
+        fused = self._linear(modules, "+".join(modules), x, sizes, None)
         return list(
             self._op(
                 "split",
@@ -173,7 +184,7 @@ class Graph:
     def rms_norm(self, module: str, x: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last axis, whatever the others are."""
         features = _static(x.shape[-1], f"{module}: features")
-        weight = self._weight([module], (features,))
+        weight = self._weight([module], [features])
         return self._op("rms_norm", module, [x], [x.shape], weights=[weight], attrs={"eps": eps})[0]
 
     # Attention
@@ -297,11 +308,17 @@ class Graph:
     # Plumbing
 
     def _linear(
-        self, modules: Sequence[str], name: str, x: Tensor, out_features: int, owner: Owner | None
+        self,
+        modules: Sequence[str],
+        name: str,
+        x: Tensor,
+        sizes: Sequence[int],
+        owner: Owner | None,
     ) -> Tensor:
         in_features = _static(x.shape[-1], f"{name}: in_features")
-        weight = self._weight(modules, (out_features, in_features), owner)
-        return self._op("linear", name, [x], [(*x.shape[:-1], out_features)], weights=[weight])[0]
+        weight = self._weight(modules, sizes, in_features, owner)
+        shape = (*x.shape[:-1], sum(sizes))
+        return self._op("linear", name, [x], [shape], weights=[weight])[0]
 
     def _reshape(self, name: str, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
         return self._op("reshape", name, [x], [shape], dtypes=[x.dtype])[0]
@@ -313,37 +330,56 @@ class Graph:
     def _path(self, name: str) -> str:
         return ".".join([*self._scopes, name])
 
-    def _describe(self, module: str, owner: Owner | None) -> WeightInfo:
-        return self._source.describe(self._path(module), owner or self._owner)
-
     def _weight(
-        self, modules: Sequence[str], shape: tuple[int, ...], owner: Owner | None = None
+        self,
+        modules: Sequence[str],
+        sizes: Sequence[int],
+        in_features: int | None = None,
+        owner: Owner | None = None,
     ) -> Weight:
-        """The weight of ``modules`` (found again if declared before), checked against shape."""
+        """The weight of ``modules``, fused along their first axes ``sizes``; a vector
+        without in_features. The same modules give the same weight.
+
+        Raises:
+            NetworkError: the source holds other shapes.
+        """
         owner = owner or self._owner
-        infos = [self._describe(module, owner) for module in modules]
         paths = tuple(self._path(module) for module in modules)
-        actual = (sum(i.shape[0] for i in infos), *infos[0].shape[1:])
-        if actual != shape or any(i.shape[1:] != infos[0].shape[1:] for i in infos):
-            raise NetworkError(
-                f"{' + '.join(paths)}: the checkpoint holds "
-                f"{' + '.join(str(list(i.shape)) for i in infos)}, "
-                f"config.json implies {list(shape)}"
-            )
+        infos = self._infos(modules, sizes, in_features, owner)
+        for path, size, info in zip(paths, sizes, infos, strict=True):
+            implied = _weight_shape(size, in_features)
+            if info.shape != implied:
+                raise NetworkError(
+                    f"{path}: the checkpoint holds {list(info.shape)}, "
+                    f"config.json implies {list(implied)}"
+                )
         name = f"{owner}:{'+'.join(paths)}"
+        shape = _weight_shape(sum(sizes), in_features)
         first = infos[0]
         weight = Weight(
             name=name,
             modules=paths,
             kind=first.kind,
             shape=shape,
-            out_sizes=tuple(info.shape[0] for info in infos),
+            out_sizes=tuple(sizes),
             dtype=first.dtype,
             has_bias=first.has_bias,
             activations=first.activations,
             owner=owner,
         )
         return self.network.weights.setdefault(name, weight)
+
+    def _infos(
+        self,
+        modules: Sequence[str],
+        sizes: Sequence[int],
+        in_features: int | None,
+        owner: Owner,
+    ) -> list[WeightInfo]:
+        return [
+            self._source.describe(self._path(module), owner, _weight_shape(size, in_features))
+            for module, size in zip(modules, sizes, strict=True)
+        ]
 
     def _constant(self, name: str, values: Sequence[float]) -> str:
         if self.network.constants.setdefault(name, list(values)) != list(values):
@@ -389,6 +425,10 @@ class Graph:
             )
         )
         return outputs
+
+
+def _weight_shape(size: int, in_features: int | None) -> tuple[int, ...]:
+    return (size,) if in_features is None else (size, in_features)
 
 
 def _static(dim: Dim, what: str) -> int:

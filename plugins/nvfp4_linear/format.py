@@ -15,6 +15,7 @@ import torch
 BLOCK = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+E4M3_MIN = 2.0**-9  # the least positive value
 
 # Code -> value; the high bit of the nibble is the sign.
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32)
@@ -71,10 +72,14 @@ def dequantize(weight: QuantizedTensor) -> torch.Tensor:
     return e2m1_values(weight.codes) * scale.repeat_interleave(BLOCK, dim=-1)
 
 
-def quantize_weight(weight: torch.Tensor) -> QuantizedTensor:
+def quantize_weight(
+    weight: torch.Tensor, global_scale: torch.Tensor | None = None
+) -> QuantizedTensor:
     """Max calibration: global = amax / (6 * 448), block scale = e4m3(amax / (6 * global)).
 
-    A zero block gets scale 1, as ModelOpt writes it.
+    As ModelOpt writes them, a zero block gets scale 1, and no block scale is below
+    e4m3's least positive value. Linears to be fused are given one global scale, the
+    largest of theirs.
 
     Raises:
         ValueError: K is not a multiple of 16, or the tensor is all zero or not finite.
@@ -84,10 +89,11 @@ def quantize_weight(weight: torch.Tensor) -> QuantizedTensor:
         raise ValueError(f"cannot quantize [{rows}, {k}] to NVFP4: {k} is not a multiple of 16")
     blocks = weight.float().reshape(rows, k // BLOCK, BLOCK)
     amax = blocks.abs().amax(dim=-1)
-    global_scale = amax.max() / (E2M1_MAX * E4M3_MAX)
+    if global_scale is None:
+        global_scale = amax.max() / (E2M1_MAX * E4M3_MAX)
     if not (torch.isfinite(global_scale) and global_scale > 0):
         raise ValueError(f"cannot quantize to NVFP4: the largest magnitude is {amax.max().item()}")
-    scale = (amax / (E2M1_MAX * global_scale)).clamp(max=E4M3_MAX)
+    scale = (amax / (E2M1_MAX * global_scale)).clamp(E4M3_MIN, E4M3_MAX)
     block_scale = torch.where(amax == 0, 1.0, scale).to(torch.float8_e4m3fn)
     step = (block_scale.float() * global_scale).unsqueeze(-1)
     codes = torch.where(step > 0, encode_e2m1(blocks / step), 0).to(torch.uint8)

@@ -1,0 +1,262 @@
+"""Checkpoint -> network -> engine directory."""
+
+import logging
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from trtree.build import models
+from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config
+from trtree.build.checkpoint.dflash_config import DrafterConfig
+from trtree.build.engine_dir import (
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TREE_TABLES,
+    EngineDirWriter,
+    weights_file,
+    writing,
+)
+from trtree.build.lowering import reference_weights
+from trtree.build.lowering.weights import WeightPlan, plan_weights
+from trtree.build.models import dflash
+from trtree.build.models.qwen3 import Qwen3Config
+from trtree.build.network.graph import Graph
+from trtree.build.network.network import Network, Owner
+from trtree.build.options import BuildOptions, OptionError
+from trtree.build.source import CheckpointSource, ConfigSource
+
+log = logging.getLogger(__name__)
+
+# What a checkpoint may bring beside weights that generation needs.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """Everything about an engine but its weights' bytes."""
+
+    options: BuildOptions
+    source: CheckpointSource | ConfigSource
+    target: Qwen3Config
+    drafter: DrafterConfig | None
+    networks: dict[str, Network]
+    weights: WeightPlan
+    block_size: int  # 0 without a drafter
+    top_k: int  # ranks per depth the drafter reports; 0 without one
+    max_seq_len: int
+
+    @property
+    def activations(self) -> str:
+        """What NVFP4 linears round their inputs to; "none" if there are none."""
+        found = {w.activations for w in self.weights.stored.values() if w.activations}
+        return "+".join(sorted(found)) or "none"
+
+    def owners(self) -> list[Owner]:
+        return ["target", "drafter"] if self.drafter else ["target"]
+
+    def weight_bytes(self, owner: Owner) -> int:
+        return reference_weights.stored_bytes(self.weights, owner)
+
+
+def describe(options: BuildOptions) -> EngineDescription:
+    """Open the checkpoints and describe the networks; reads headers only.
+
+    Raises:
+        CheckpointError, NetworkError, OptionError: one line that names the file, tensor
+            or option at fault.
+    """
+    target = Checkpoint.open(options.checkpoint)
+    source = CheckpointSource(target, None, options.activations)
+    drafter = None
+    if options.drafter:
+        source = replace(source, drafter=Checkpoint.open(options.drafter))
+        drafter = dflash_config.read_drafter(source.checkpoint("drafter"))
+    if not (options.checkpoint / _TOKENIZER_FILES[0]).is_file():
+        raise CheckpointError(
+            f"{options.checkpoint}: {_TOKENIZER_FILES[0]} is missing; "
+            "save the tokenizer beside the weights"
+        )
+    description = _describe(options, source, drafter)
+    for owner in description.owners():
+        _check_coverage(description, owner, source.checkpoint(owner))
+    return description
+
+
+def plan(options: BuildOptions) -> EngineDescription:
+    """Describe the engine from configuration files alone; weights need not be there.
+
+    Raises: as ``describe``.
+    """
+    source = ConfigSource.open(options.checkpoint, options.drafter, options.activations)
+    drafter = None
+    if options.drafter:
+        file = options.drafter / "config.json"
+        drafter = dflash_config.parse(source.config("drafter"), file)
+    return _describe(options, source, drafter)
+
+
+def _describe(
+    options: BuildOptions,
+    source: CheckpointSource | ConfigSource,
+    drafter: DrafterConfig | None,
+) -> EngineDescription:
+    config = source.config("target")
+    family = models.family_of(config)
+    target = family.parse(config)
+    if drafter:
+        drafter.check_target(config)
+    top_k = _top_k(options, target.vocab_size) if drafter else 0
+
+    graph = Graph("target", source)
+    family.build(graph, target, drafter.target_layer_ids if drafter else ())
+    networks = {"target": graph.network}
+    if drafter:
+        layers = dflash.DFlashConfig(
+            Qwen3Config.from_dict(drafter.transformer),
+            len(drafter.target_layer_ids),
+            drafter.causal,
+        )
+        context = Graph("drafter_context", source, owner="drafter")
+        dflash.build_context(context, layers)
+        block = Graph("drafter_block", source, owner="drafter")
+        dflash.build_block(block, layers, target, top_k)
+        networks |= {"drafter_context": context.network, "drafter_block": block.network}
+    return EngineDescription(
+        options=options,
+        source=source,
+        target=target,
+        drafter=drafter,
+        networks=networks,
+        weights=plan_weights(networks.values()),
+        block_size=_block_size(options, drafter),
+        top_k=top_k,
+        max_seq_len=_max_seq_len(options, target.max_position_embeddings),
+    )
+
+
+def write(
+    description: EngineDescription,
+    *,
+    force: bool = False,
+    calibrate: Callable[[Path], dict[str, Any]] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Path:
+    """Write the engine directory and return its path.
+
+    Args:
+        calibrate: makes the static tree's tables from the otherwise finished directory.
+        progress: told the weight bytes written since it was last called.
+    """
+    options, source = description.options, description.source
+    if not isinstance(source, CheckpointSource):
+        raise TypeError("only a description made by describe() has weights to write")
+    with writing(options.output, force=force) as out:
+        for owner in description.owners():
+            name = weights_file(owner, 0, reference_weights.SUFFIX)
+            reference_weights.write_weights(
+                out.path / name,
+                owner,
+                description.weights,
+                source.checkpoint(owner),
+                progress,
+            )
+        out.networks(description.networks)
+        _copy_text_files(out, options.checkpoint)
+        out.finish(_manifest(description))
+        if calibrate:
+            out.json(TREE_TABLES, calibrate(out.path))
+            out.finish(_manifest(description))
+    return options.output
+
+
+def _block_size(options: BuildOptions, drafter: DrafterConfig | None) -> int:
+    if drafter is None:
+        return 0
+    if options.block_size is not None and options.block_size > drafter.block_size:
+        raise OptionError(
+            f"block_size {options.block_size} is above the drafter's {drafter.block_size}"
+        )
+    return options.block_size or drafter.block_size
+
+
+def _top_k(options: BuildOptions, vocab_size: int) -> int:
+    if options.top_k is not None and options.top_k > vocab_size:
+        raise OptionError(f"top_k {options.top_k} is above the vocabulary's {vocab_size}")
+    return options.top_k or max(1, min(options.largest_budget, vocab_size))
+
+
+def _max_seq_len(options: BuildOptions, model_limit: int) -> int:
+    if options.max_seq_len is not None and options.max_seq_len > model_limit:
+        raise OptionError(
+            f"max_seq_len {options.max_seq_len} is above the model's "
+            f"max_position_embeddings {model_limit}"
+        )
+    return min(options.max_seq_len or model_limit, options.num_pages * options.page_size)
+
+
+def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Checkpoint) -> None:
+    """Every tensor of the checkpoint is part of a network, or known not to be."""
+    modules = {
+        module
+        for weight in description.weights.stored.values()
+        if weight.owner == owner
+        for module in weight.modules
+    }
+    # A tied head that a checkpoint stores all the same is the embedding again.
+    tied = owner == "target" and description.target.tie_word_embeddings
+    checkpoint.check_coverage(modules, ["lm_head.weight"] if tied else [])
+
+
+def _copy_text_files(out: EngineDirWriter, checkpoint: Path) -> None:
+    for name in _TOKENIZER_FILES:
+        if (checkpoint / name).is_file():
+            out.copy(checkpoint / name, f"{TOKENIZER}/{name}")
+    if (checkpoint / GENERATION_CONFIG).is_file():
+        out.copy(checkpoint / GENERATION_CONFIG, GENERATION_CONFIG)
+
+
+def _manifest(description: EngineDescription) -> dict[str, Any]:
+    options = description.options
+    return {
+        "builder": _versions(["trtree", "torch", "safetensors", "numpy"]),
+        "backend": options.backend,
+        "sm": None,
+        "pretrained_config": dict(description.source.config("target")),
+        "build_config": {
+            "activations": description.activations,
+            "dtype": description.networks["target"].dtype,
+            "page_size": options.page_size,
+            "num_pages": options.num_pages,
+            "max_batch_size": options.max_batch_size,
+            "max_num_rows": options.max_num_rows,
+            "max_seq_len": description.max_seq_len,
+        },
+        "mapping": {"world_size": 1, "tp_size": 1},
+        "speculative_config": _speculative_config(description),
+    }
+
+
+def _speculative_config(description: EngineDescription) -> dict[str, Any] | None:
+    if description.drafter is None:
+        return None
+    options = description.options
+    return {
+        "drafter": dict(description.drafter.transformer),
+        "mask_token_id": description.drafter.mask_token_id,
+        "target_layer_ids": list(description.drafter.target_layer_ids),
+        "layer_ids_read_as": description.drafter.layer_ids_read_as,
+        "block_size": description.block_size,
+        "tree": options.tree,
+        "tree_budget": options.tree_budget,
+        "verify_width": options.verify_width,
+        "max_tree_budget": options.largest_budget,
+        "max_verify_width": 1 + options.largest_budget,
+        "top_k": description.top_k,
+    }
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

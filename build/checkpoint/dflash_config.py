@@ -1,0 +1,319 @@
+"""A DFlash drafter's configuration, normalised and checked.
+
+The format is z-lab's (``DFlashDraftModel``): Qwen3 fields at the top level and
+drafter fields there or under ``dflash_config``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trtree.build.checkpoint.errors import CheckpointError
+from trtree.build.checkpoint.reader import Checkpoint
+
+ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Drafters that extend DFlash, by a key that only they have.
+_VARIANTS = {
+    "DSpark": ("markov_rank", "markov_head_type", "dspark_config"),
+    "DFlash2": ("conv_kernel_size", "selector_rank", "selector_top_k"),
+    "JetSpec": ("causal_head", "jetspec_config"),
+    "Domino": ("gru_hidden_dim", "domino_config"),
+}
+_SPECULATORS = ("speculators_model_type", "transformer_layer_config", "speculators_config")
+# Fields that change the arithmetic, with the value that leaves it alone.
+_NEUTRAL = {
+    "attention_sink_bias": False,
+    "final_logit_softcapping": 0,
+    "input_embedding_scale": 1,
+    "output_multiplier": 1,
+}
+
+LayerIds = Literal["L", "L+1", "default"]
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """What distinguishes a DFlash drafter from the transformer it is made of.
+
+    transformer: its Qwen3 configuration; layer_types, sliding_window and
+        use_sliding_window agree with one another.
+    block_size: slots of a draft block, the bonus token's included.
+    target_layer_ids: the target layers whose outputs it sees, in concatenation order;
+        zero-based, so L is Hugging Face's ``hidden_states[L + 1]``.
+    layer_ids_read_as: how the file counted: "L", "L+1", or "default" when it named none.
+    causal: per layer, whether a block slot sees only the slots before it. Unless the
+        file says so for all layers, sliding layers are causal and full ones are not, as
+        in z-lab's model.
+    """
+
+    transformer: Mapping[str, Any]
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    layer_ids_read_as: LayerIds
+    num_target_layers: int
+    causal: tuple[bool, ...]
+
+    def check_target(self, target: Mapping[str, Any]) -> None:
+        """Check that the drafter was made for a target of this config.json.
+
+        Raises:
+            CheckpointError: naming the field and both values.
+        """
+        text = target.get("text_config", target)
+        for field, ours, theirs in (
+            ("hidden_size", self.transformer["hidden_size"], "hidden_size"),
+            ("vocab_size", self.transformer["vocab_size"], "vocab_size"),
+            ("num_target_layers", self.num_target_layers, "num_hidden_layers"),
+        ):
+            if ours != text.get(theirs):
+                raise CheckpointError(
+                    f"the drafter's {field} is {ours}, the target's {theirs} is "
+                    f"{text.get(theirs)}; use the drafter made for this target"
+                )
+
+
+def read_drafter(checkpoint: Checkpoint) -> DrafterConfig:
+    """The configuration of an opened drafter, its tensors checked against it.
+
+    Raises:
+        CheckpointError: not a DFlash drafter, a variant that is not supported, a field
+            or tensor that is missing, unknown or of the wrong value or shape.
+    """
+    drafter = parse(checkpoint.config, checkpoint.directory / "config.json")
+    _check_tensors(checkpoint, drafter)
+    return drafter
+
+
+def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
+    """Layers tapped when the file names none: even steps from 1 to num_target_layers - 3.
+
+    Source: z-lab's ``build_target_layer_ids``.
+    """
+    if num_draft_layers == 1:
+        return [num_target_layers // 2]
+    step = (num_target_layers - 4) / (num_draft_layers - 1)
+    return [round(1 + i * step) for i in range(num_draft_layers)]
+
+
+def parse(config: Mapping[str, Any], where: Path) -> DrafterConfig:
+    """Read a drafter's config.json; ``where`` names it in errors.
+
+    Raises:
+        CheckpointError: see ``read_drafter``.
+    """
+    fields = _Fields(config, where)
+    _refuse_variants(fields)
+    for key in ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"):
+        fields.integer(key, 1)
+    target_layers = fields.integer("num_target_layers", 1)
+    ids, read_as = _target_layer_ids(fields, target_layers)
+    layer_types, window = _attention(fields)
+    mask = fields.integer("mask_token_id", 0)
+    if mask >= config["vocab_size"]:
+        raise CheckpointError(
+            f"{where}: mask_token_id {mask} is outside the vocabulary of {config['vocab_size']}"
+        )
+    transformer = {key: value for key, value in config.items() if key != "dflash_config"}
+    transformer |= {
+        "layer_types": list(layer_types),
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+    }
+    return DrafterConfig(
+        transformer=transformer,
+        block_size=fields.integer("block_size", 1),
+        mask_token_id=mask,
+        target_layer_ids=ids,
+        layer_ids_read_as=read_as,
+        num_target_layers=target_layers,
+        causal=_causal(fields, layer_types),
+    )
+
+
+class _Fields:
+    """Fields that stand at the top level or under ``dflash_config``."""
+
+    def __init__(self, config: Mapping[str, Any], where: Path) -> None:
+        nested = config.get("dflash_config") or {}
+        if not isinstance(nested, dict):
+            raise CheckpointError(f"{where}: dflash_config must be an object, not {nested!r}")
+        self.where = where
+        self.config = config
+        self._nested = nested
+
+    def get(self, *keys: str) -> Any:
+        """The value under any of these names; None if there is none.
+
+        Raises:
+            CheckpointError: it stands in two places with different values.
+        """
+        found = [
+            (f"{prefix}{key}", level[key])
+            for prefix, level in (("dflash_config.", self._nested), ("", self.config))
+            for key in keys
+            if level.get(key) is not None
+        ]
+        for name, value in found[1:]:
+            if value != found[0][1]:
+                raise CheckpointError(
+                    f"{self.where}: {found[0][0]} is {found[0][1]!r}, {name} is {value!r}; "
+                    "correct one of them"
+                )
+        return found[0][1] if found else None
+
+    def integer(self, key: str, least: int) -> int:
+        """A required integer of at least ``least``."""
+        value = self.get(key)
+        if type(value) is not int or value < least:
+            what = "is missing" if value is None else f"is {value!r}"
+            raise CheckpointError(
+                f"{self.where}: {key} {what}, expected an integer of at least {least}"
+            )
+        return value
+
+    def flag(self, *keys: str) -> bool | None:
+        """A boolean, or None where absent."""
+        value = self.get(*keys)
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {keys[0]} is {value!r}, expected true or false")
+        return value
+
+
+def _refuse_variants(fields: _Fields) -> None:
+    architectures = fields.config.get("architectures") or []
+    projector = str(fields.get("projector_type") or "").lower()
+    for variant, keys in _VARIANTS.items():
+        named = any(variant.lower() in str(name).lower() for name in architectures)
+        key = next((key for key in keys if fields.get(key)), None)
+        if named or key or projector == variant.lower():
+            reason = f"key {key}" if key else f"architectures {architectures}"
+            raise CheckpointError(
+                f"{fields.where}: {variant} drafters ({reason}) are not supported yet; "
+                "supported: DFlash"
+            )
+    for key in _SPECULATORS:
+        if key in fields.config:
+            raise CheckpointError(
+                f"{fields.where}: the speculators format (key {key}) is not supported yet; "
+                "supported: z-lab's DFlash format"
+            )
+    if not any(name in ARCHITECTURES for name in architectures):
+        raise CheckpointError(
+            f"{fields.where}: architectures {architectures} is no DFlash drafter; "
+            f"expected {ARCHITECTURES[0]}"
+        )
+    for key, neutral in _NEUTRAL.items():
+        value = fields.get(key)
+        if value is not None and value != neutral:
+            raise CheckpointError(f"{fields.where}: {key} {value!r} is not supported yet")
+
+
+def _target_layer_ids(fields: _Fields, target_layers: int) -> tuple[tuple[int, ...], LayerIds]:
+    ids = fields.get("target_layer_ids")
+    read_as: LayerIds = "default" if ids is None else "L"
+    if ids is None:
+        ids = default_target_layer_ids(target_layers, fields.integer("num_hidden_layers", 1))
+    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+        raise CheckpointError(
+            f"{fields.where}: target_layer_ids {ids!r} is not a list of layer numbers"
+        )
+    if outside := [i for i in ids if not 0 <= i < target_layers]:
+        origin = " (the default, as the file names none)" if read_as == "default" else ""
+        raise CheckpointError(
+            f"{fields.where}: target_layer_ids {ids}{origin} has {outside} outside "
+            f"0..{target_layers - 1} (num_target_layers {target_layers}); z-lab's ids count "
+            "from 0, speculators' from 1"
+        )
+    return tuple(ids), read_as
+
+
+def _attention(fields: _Fields) -> tuple[tuple[str, ...], int | None]:
+    """Per layer full or sliding attention, and the window of the sliding ones in tokens."""
+    layers = fields.integer("num_hidden_layers", 1)
+    types = fields.config.get("layer_types") or [FULL] * layers
+    if not isinstance(types, list) or len(types) != layers:
+        raise CheckpointError(
+            f"{fields.where}: layer_types {types!r} does not list num_hidden_layers {layers} layers"
+        )
+    if unknown := sorted({str(t) for t in types} - {FULL, SLIDING}):
+        raise CheckpointError(
+            f"{fields.where}: layer_types {unknown} are not supported; supported: {FULL}, {SLIDING}"
+        )
+    if fields.flag("use_swa") and SLIDING not in types:
+        types = [SLIDING] * layers  # NVIDIA's exporter lists such layers as full
+    if SLIDING not in types:
+        return tuple(types), None
+    for key in ("use_swa", "use_sliding_window"):
+        if fields.flag(key) is False:
+            raise CheckpointError(
+                f"{fields.where}: {key} is false, but layer_types has {SLIDING}; correct one"
+            )
+    window = fields.get("swa_window_size", "sliding_window")
+    if type(window) is not int or window < 1:
+        raise CheckpointError(
+            f"{fields.where}: sliding_window is {window!r}, but layer_types has {SLIDING}; "
+            "expected a positive number of tokens"
+        )
+    return tuple(types), window
+
+
+def _causal(fields: _Fields, layer_types: Sequence[str]) -> tuple[bool, ...]:
+    stated = fields.flag("causal", "is_causal")
+    return tuple(kind == SLIDING if stated is None else stated for kind in layer_types)
+
+
+def _check_tensors(checkpoint: Checkpoint, drafter: DrafterConfig) -> None:
+    """11 tensors per layer and 3 more, each of the shape the configuration implies."""
+    fields = _Fields(drafter.transformer, checkpoint.directory / "config.json")
+    shapes = _shapes(fields, len(drafter.target_layer_ids))
+    missing = [f"{module}.weight" for module in shapes if f"{module}.weight" not in checkpoint]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.directory}: the drafter lacks {len(missing)} of {len(shapes)} tensors: "
+            f"{', '.join(missing[:5])}"
+        )
+    for module, shape in shapes.items():
+        name = f"{module}.weight"
+        actual = checkpoint.info(name).shape
+        if len(shape) == 2:
+            info = checkpoint.linear_info(module)
+            actual = (info.out_features, info.in_features)
+        if actual != shape:
+            raise CheckpointError(
+                f"{checkpoint.info(name).file}: tensor {name} has shape {list(actual)}, "
+                f"config.json implies {list(shape)}"
+            )
+    checkpoint.check_coverage(shapes)
+
+
+def _shapes(fields: _Fields, taps: int) -> dict[str, tuple[int, ...]]:
+    """Module -> the shape of its weight, [out_features, in_features] or [features]."""
+    hidden, ffn = fields.integer("hidden_size", 1), fields.integer("intermediate_size", 1)
+    heads = fields.integer("num_attention_heads", 1)
+    head_dim = fields.integer("head_dim", 1)
+    q, kv = heads * head_dim, fields.integer("num_key_value_heads", 1) * head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "self_attn.q_norm": (head_dim,),
+        "self_attn.k_norm": (head_dim,),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc": (hidden, taps * hidden),
+        "hidden_norm": (hidden,),
+        "norm": (hidden,),
+    }
+    for i in range(fields.integer("num_hidden_layers", 1)):
+        shapes |= {f"layers.{i}.{module}": shape for module, shape in layer.items()}
+    return shapes

@@ -1,0 +1,252 @@
+"""How a checkpoint says it is quantized: ModelOpt's configuration, read and checked.
+
+ModelOpt writes the same facts twice: ``hf_quant_config.json`` and ``config.json``'s
+``quantization_config``. Either is enough; where both are there they must agree.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from trtree.build.checkpoint.errors import CheckpointError
+from trtree.build.checkpoint.patterns import matcher
+from trtree.plugins.nvfp4_linear.format import BLOCK
+
+SIDECAR = "hf_quant_config.json"
+
+# What the linears' inputs are rounded to, by algorithm.
+ACTIVATIONS: dict[str, Literal["nvfp4", "bf16"]] = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16"}
+
+# Algorithms of ModelOpt's exporter that are known but not supported.
+_UNSUPPORTED = {
+    "FP8",
+    "FP8_PB_REAL",
+    "FP8_PB_WO",
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "MIXED_PRECISION",
+    "MXFP4",
+    "MXFP8",
+    "NVFP4_AWQ",
+    "NVFP4_SVD",
+    "W4A16_AWQ",
+    "W4A8_AWQ",
+    "W4A8_MXFP4_FP8",
+    "W4A8_NVFP4_FP8",
+    "W8A16",
+    "W8A8_SQ_PER_CHANNEL",
+}
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """What is quantized, and how.
+
+    algorithm: "NVFP4" or "W4A16_NVFP4". exclusions: patterns of modules left alone.
+    kv_cache: the algorithm calibrated for the KV cache, or None. source: the file
+    this was read from, for messages.
+    """
+
+    algorithm: str
+    exclusions: tuple[str, ...] = ()
+    kv_cache: str | None = None
+    source: str = SIDECAR
+
+    @property
+    def activations(self) -> Literal["nvfp4", "bf16"]:
+        """What the algorithm rounds the quantized linears' inputs to."""
+        return ACTIVATIONS[self.algorithm]
+
+    def is_excluded(self, module: str) -> bool:
+        """Whether the configuration leaves this module unquantized."""
+        return self._excluded.fullmatch(module) is not None
+
+    @cached_property
+    def _excluded(self) -> re.Pattern[str]:
+        return matcher(self.exclusions)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """One of the two configurations, before it is judged; field names are for messages."""
+
+    quant_algo: str | None
+    group_size: int | None
+    exclusions: frozenset[str]
+    kv_cache: str | None
+
+
+def read_quantization(directory: Path, config: Mapping[str, Any]) -> QuantizationConfig | None:
+    """The quantization of a checkpoint directory whose config.json is ``config``.
+
+    None: a plain checkpoint, every linear dense.
+
+    Raises:
+        CheckpointError: the two configurations disagree, or name something unknown or
+            not supported.
+    """
+    found: dict[str, _Facts] = {}
+    sidecar = directory / SIDECAR
+    if sidecar.exists():
+        found[str(sidecar)] = _from_sidecar(read_json(sidecar), str(sidecar))
+    inline = config.get("quantization_config")
+    if inline:
+        where = f"{directory / 'config.json'}: quantization_config"
+        found[where] = _from_inline(inline, where)
+    return _judge(_agreed(found), next(iter(found))) if found else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: the file is missing, not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def _from_sidecar(data: Any, where: str) -> _Facts:
+    body = data.get("quantization") if isinstance(data, dict) else None
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{where}: has no `quantization` object; is it ModelOpt's?")
+    return _Facts(
+        quant_algo=_name(body.get("quant_algo"), f"{where}: quant_algo"),
+        group_size=_group_size(body.get("group_size"), where),
+        exclusions=_exclusions(body.get("exclude_modules"), f"{where}: exclude_modules"),
+        kv_cache=_name(body.get("kv_cache_quant_algo"), f"{where}: kv_cache_quant_algo"),
+    )
+
+
+def _from_inline(data: Any, where: str) -> _Facts:
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{where} must be an object, not {data!r}")
+    if "quantization" in data:  # ModelOpt's drafter exporter puts the sidecar here as it is
+        return _from_sidecar(data, where)
+    method = data.get("quant_method")
+    if method != "modelopt":
+        raise CheckpointError(
+            f"{where}: quant_method {method!r} is not supported; "
+            f"supported: ModelOpt exports of {_supported()}"
+        )
+    algorithm = _name(data.get("quant_algo"), f"{where}: quant_algo")
+    groups = data.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+        raise CheckpointError(f"{where}: config_groups must be an object of objects")
+    if algorithm in ACTIVATIONS:
+        for name, group in groups.items():
+            _check_activations(algorithm, group, f"{where}: config_groups.{name}")
+    sizes = {
+        _group_size((group.get("weights") or {}).get("group_size"), where)
+        for group in groups.values()
+    }
+    if len(sizes) > 1:
+        raise CheckpointError(f"{where}: config_groups name several group sizes: {sizes}")
+    return _Facts(
+        quant_algo=algorithm,
+        group_size=sizes.pop() if sizes else None,
+        exclusions=_exclusions(data.get("ignore"), f"{where}: ignore"),
+        kv_cache=_kv_cache(data.get("kv_cache_scheme"), f"{where}: kv_cache_scheme"),
+    )
+
+
+def _check_activations(algorithm: str, group: Mapping[str, Any], where: str) -> None:
+    """A weight-only group under a W4A4 algorithm, or the reverse, would be misread."""
+    quantized = group.get("input_activations") is not None
+    if quantized != (ACTIVATIONS[algorithm] == "nvfp4"):
+        raise CheckpointError(
+            f"{where}: input_activations {group.get('input_activations')!r} contradict "
+            f"quant_algo {algorithm!r}; correct quant_algo "
+            f"({' or '.join(ACTIVATIONS)}) or the group"
+        )
+
+
+def _agreed(found: Mapping[str, _Facts]) -> _Facts:
+    """The facts of one configuration, or of two that say the same.
+
+    Older exporters write group size and KV-cache algorithm in one place only.
+    """
+    if len(found) == 1:
+        return next(iter(found.values()))
+    (a_where, a), (b_where, b) = found.items()
+    for field in ("quant_algo", "group_size", "kv_cache"):
+        x, y = getattr(a, field), getattr(b, field)
+        if x != y and (field == "quant_algo" or None not in (x, y)):
+            raise CheckpointError(
+                f"{a_where} says {field} {x!r}, {b_where} says {y!r}; correct one of them"
+            )
+    if a.exclusions != b.exclusions:
+        raise CheckpointError(
+            f"{a_where} alone excludes {sorted(a.exclusions - b.exclusions)}, {b_where} alone "
+            f"{sorted(b.exclusions - a.exclusions)}; correct one of them"
+        )
+    return replace(a, group_size=a.group_size or b.group_size, kv_cache=a.kv_cache or b.kv_cache)
+
+
+def _judge(facts: _Facts, where: str) -> QuantizationConfig | None:
+    algorithm = facts.quant_algo
+    if algorithm is None:
+        return None
+    if algorithm not in ACTIVATIONS:
+        known = "not supported yet" if algorithm in _UNSUPPORTED else "unknown"
+        raise CheckpointError(
+            f"{where}: quantization algorithm {algorithm!r} is {known}; supported: {_supported()}"
+        )
+    if facts.group_size not in (None, BLOCK):
+        raise CheckpointError(
+            f"{where}: group_size {facts.group_size} is not supported for {algorithm}; "
+            f"only {BLOCK} is"
+        )
+    return QuantizationConfig(algorithm, tuple(sorted(facts.exclusions)), facts.kv_cache, where)
+
+
+def _supported() -> str:
+    return ", ".join(ACTIVATIONS)
+
+
+def _name(value: Any, where: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{where} must be a name or null, not {value!r}")
+    return value or None
+
+
+def _group_size(value: Any, where: str) -> int | None:
+    if value is not None and type(value) is not int:
+        raise CheckpointError(f"{where}: group_size must be an integer, not {value!r}")
+    return value
+
+
+def _kv_cache(value: Any, where: str) -> str | None:
+    """``kv_cache_scheme``: a name, or for FP8 its description."""
+    if isinstance(value, dict):
+        if value.get("type") == "float" and value.get("num_bits") == 8:
+            return "FP8"
+        raise CheckpointError(f"{where} {value!r} is not known; known: 8-bit float, or a name")
+    return _name(value, where)
+
+
+def _exclusions(value: Any, where: str) -> frozenset[str]:
+    patterns = [] if value is None else value
+    if not isinstance(patterns, list) or not all(isinstance(p, str) and p for p in patterns):
+        raise CheckpointError(f"{where} must be a list of module names, not {value!r}")
+    for pattern in patterns:
+        if pattern.endswith("."):
+            raise CheckpointError(
+                f"{where}: {pattern!r} ends in a dot and matches no module; "
+                f"write {pattern[:-1]!r} or '{pattern}*'"
+            )
+        if pattern.startswith("re:"):
+            raise CheckpointError(
+                f"{where}: {pattern!r} is a regular expression; only names and '*' are supported"
+            )
+    return frozenset(patterns)

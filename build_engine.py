@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""Build an engine: checkpoint and drafter -> engine directory."""
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAVY
+from rich.console import Console
+from rich.table import Table
+
+from trtree.build import builder
+from trtree.build.checkpoint import CheckpointError
+from trtree.build.engine_dir import EngineDir, EngineDirError
+from trtree.build.network.network import NetworkError
+from trtree.build.options import BuildOptions, OptionError, read_options
+from trtree.build.plan import memory_plan
+from trtree.build.tree_tables import choices_from_log_probs, choices_to_json, medusa_tables
+from trtree.runtime.calibration import calibrate
+from trtree.runtime.cli import byte_progress, run_command
+from trtree.runtime.engines import load_engine
+from trtree.runtime.generate import read_prompts
+from trtree.runtime.session import RequestError
+from trtree.runtime.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent
+DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
+ERRORS = (CheckpointError, NetworkError, OptionError, EngineDirError, RequestError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    return run_command(lambda: _run(args), ERRORS)
+
+
+def _run(args: argparse.Namespace) -> int:
+    options = _options(args)
+    if args.plan:
+        Console().print(_plan_table(builder.plan(options)))
+        return 0
+    started = time.perf_counter()
+    description = builder.describe(options)
+    total = sum(description.weight_bytes(owner) for owner in description.owners())
+    calibrating = _calibration(description) if options.tree == "static" else None
+    with byte_progress("weights", total) as advance:
+        path = builder.write(description, force=args.force, calibrate=calibrating, progress=advance)
+    Console().print(_summary(description, path, time.perf_counter() - started))
+    return 0
+
+
+def _options(args: argparse.Namespace) -> BuildOptions:
+    """The configuration file's options, overridden by the flags given."""
+    options = read_options(args.config)
+    flags = {
+        name: getattr(args, name)
+        for name in vars(args)
+        if name in BuildOptions.__dataclass_fields__
+    }
+    if args.checkpoint is not None and args.drafter is None and args.config == DEMO_CONFIG:
+        # The demo's drafter was trained for the demo's target alone.
+        options = options.with_changes({"drafter": None})
+    return options.with_overrides(flags)
+
+
+def _calibration(description: builder.EngineDescription) -> Any:
+    """Makes the static tree's tables by decoding calibration prompts with the new engine."""
+    options = description.options
+    if description.drafter is None:
+        raise OptionError("tree static needs a drafter; pass --drafter")
+    if options.calibration_prompts is None:
+        raise OptionError("tree static needs --calibration-prompts: text to decode, one a line")
+    texts = read_prompts(options.calibration_prompts)
+
+    def run(path: Path) -> dict[str, Any]:
+        engine_dir = EngineDir.open(path, verify=False)
+        tokenizer = Tokenizer(engine_dir.tokenizer_path)
+        log_probs = calibrate(
+            load_engine(engine_dir),
+            [tokenizer.encode(text) for text in texts],
+            tree_budget=options.tree_budget,
+            max_tokens=options.calibration_tokens,
+        )
+        choices = choices_from_log_probs(log_probs, options.tree_budget)
+        return {
+            "medusa_choices": choices_to_json(choices),
+            **medusa_tables(choices).to_json(),
+            "mean_log_probs": log_probs.tolist(),
+        }
+
+    return run
+
+
+def _plan_table(plan: builder.EngineDescription) -> Table:
+    title = f"plan of {plan.options.checkpoint}, per rank (of 1)"
+    table = Table(title=title, box=SIMPLE_HEAVY, show_header=False)
+    for name, value in memory_plan(plan):
+        table.add_row(name, value)
+    return table
+
+
+def _summary(description: builder.EngineDescription, path: Path, seconds: float) -> Table:
+    options = description.options
+    table = Table(title=f"engine {path}", box=SIMPLE_HEAVY, show_header=False)
+    target = description.target
+    table.add_row("target", f"{options.checkpoint} ({target.num_hidden_layers} layers)")
+    table.add_row("activations", description.activations)
+    if description.drafter:
+        table.add_row("drafter", f"{options.drafter} (block size {description.block_size})")
+        table.add_row(
+            "tree",
+            f"{options.tree}, budget {options.tree_budget}, verify width {options.verify_width} "
+            f"(at most {1 + options.largest_budget}), top-k {description.top_k}",
+        )
+    else:
+        table.add_row("drafter", "none: plain decoding only")
+    for name, value in memory_plan(description):
+        table.add_row(name, value)
+    table.add_row("backend", options.backend)
+    table.add_row("built in", f"{seconds:.1f} s")
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="build_engine.py",
+        description="Build an engine directory from a checkpoint and a DFlash drafter. "
+        "Everything has a default in the configuration file; flags override it.",
+        epilog="Exit codes: 0 done, 2 bad input (one line says what), 130 interrupted.",
+    )
+    add = parser.add_argument
+    add("--version", action="version", version=f"trtree {version('trtree')}")
+    add(
+        "--config",
+        type=Path,
+        default=DEMO_CONFIG,
+        metavar="FILE",
+        help="YAML file with any of the options below, '-' written as '_' (default: the demo's)",
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="target: a Hugging Face directory of safetensors shards",
+    )
+    add("--drafter", type=Path, metavar="DIR", help="DFlash drafter: likewise")
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="engine directory to write (default: engines/demo)",
+    )
+    add("--force", action="store_true", help="replace an engine that is already there")
+    add("--backend", choices=("reference",), help="what will run the engine")
+    add(
+        "--tree-budget",
+        type=int,
+        metavar="N",
+        help="nodes of a draft tree besides its root; the verify width is one more (default: 16)",
+    )
+    add(
+        "--max-tree-budget",
+        type=int,
+        metavar="N",
+        help="largest budget a request may ask for (default: the tree budget, at least 64)",
+    )
+    add(
+        "--tree",
+        choices=("dynamic", "static"),
+        help="rebuild the tree every round, or fix it from calibrated log-probs (default: dynamic)",
+    )
+    add(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="candidates per depth (default: as many as the budget can use)",
+    )
+    add(
+        "--block-size",
+        type=int,
+        metavar="B",
+        help="the drafter's block, bonus token included (default: the drafter's own)",
+    )
+    add(
+        "--activations",
+        choices=("nvfp4", "bf16", "float32"),
+        help="what quantized linears round their inputs to (default: the checkpoint's)",
+    )
+    add("--page-size", type=int, metavar="P", help="tokens per KV page (default: 16)")
+    add(
+        "--kv-tokens",
+        type=int,
+        metavar="N",
+        help="tokens the KV pool holds, all requests together (default: 8192)",
+    )
+    add("--max-batch-size", type=int, metavar="N", help="requests per step (default: 8)")
+    add("--max-num-rows", type=int, metavar="N", help="rows per step (default: 512)")
+    add(
+        "--max-seq-len",
+        type=int,
+        metavar="N",
+        help="tokens per request, prompt included (default: the model's)",
+    )
+    add(
+        "--calibration-prompts",
+        type=Path,
+        metavar="FILE",
+        help="prompts, one a line, that calibrate a static tree",
+    )
+    add(
+        "--calibration-tokens",
+        type=int,
+        metavar="N",
+        help="tokens decoded per calibration prompt (default: 64)",
+    )
+    add(
+        "--plan",
+        action="store_true",
+        help="print memory and tree sizes from configuration files alone; build nothing",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-#include "plugins/ddtree/ddtree.hpp"

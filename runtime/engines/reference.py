@@ -1,0 +1,236 @@
+"""The reference engine: the stored networks run by the reference lowering.
+
+Slow and obvious; the oracle for every other engine.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trtree import _core
+from trtree.build.engine_dir import EngineDir
+from trtree.build.lowering.reference import TORCH_DTYPES, ReferenceNetwork, StepContext
+from trtree.build.lowering.reference_weights import SUFFIX, load_networks
+from trtree.build.network.network import Owner
+from trtree.plugins.tree_attention import reference as attention
+from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a commit needs of the step before it."""
+
+    segments: Mapping[int, AttentionSegment]  # by request id
+    parents: torch.Tensor  # int64 [rows]
+    positions: torch.Tensor  # int32 [rows]
+    captured: torch.Tensor | None  # [rows, captures * hidden]
+
+
+class ReferenceEngine(_core.Engine):
+    """Runs an engine directory with ``backend: reference``."""
+
+    def __init__(self, engine: EngineDir) -> None:
+        super().__init__()
+        self._capabilities = _capabilities(engine)
+        files: dict[Owner, str] = {"target": "target.rank0", "drafter": "drafter.rank0"}
+        self._networks = load_networks(
+            engine.networks(),
+            {
+                owner: engine.path / f"{name}.{SUFFIX}"
+                for owner, name in files.items()
+                if (engine.path / f"{name}.{SUFFIX}").is_file()
+            },
+        )
+        self._caches = self._allocate_caches()
+        speculative = engine.manifest["speculative_config"]
+        self._mask_token = speculative["mask_token_id"] if speculative else 0
+        self._last_step: _Step | None = None
+
+    def capabilities(self) -> _core.Capabilities:
+        return self._capabilities
+
+    @property
+    def networks(self) -> Mapping[str, ReferenceNetwork]:
+        """The networks by name, for tests that look at single ops."""
+        return self._networks
+
+    @torch.inference_mode()
+    def step(self, batch: _core.RowBatch) -> _core.StepResult:
+        """One target pass; writes the rows' KV behind each request's committed prefix."""
+        segments = {s.sequence.request_id: _segment(s) for s in batch.segments}
+        inputs = {
+            "token_ids": torch.tensor(batch.token_ids),
+            "positions": torch.tensor(batch.positions),
+            "slots": _slots(segments.values()),
+            "packed_mask": torch.tensor(batch.packed_mask).reshape(-1, batch.mask_words),
+            "output_rows": torch.tensor(batch.output_rows),
+        }
+        outputs = self._run("target", inputs, list(segments.values()))
+        self._last_step = _Step(
+            segments,
+            torch.tensor(batch.parents, dtype=torch.int64),
+            inputs["positions"],
+            outputs.get("captured"),
+        )
+        wanted = np.asarray(batch.needs_logits, dtype=bool)
+        logits = outputs["logits"].float().numpy()[wanted]
+        return _core.StepResult(outputs["argmax"].numpy(), logits.reshape(-1))
+
+    @torch.inference_mode()
+    def commit(self, commits: Sequence[_core.Commit]) -> None:
+        """Move accepted rows' KV behind the prefix; extend the drafter's context by them."""
+        step = self._last_step
+        if step is None:
+            raise RuntimeError("commit without a step before it")
+        accepted = {c.sequence.request_id: _accepted_rows(c, step) for c in commits}
+        for request_id, rows in accepted.items():
+            for name in self._networks["target"].network.states:
+                attention.commit(self._caches[name], step.segments[request_id], rows)
+        self._extend_drafter(
+            step,
+            {
+                c.sequence.request_id: accepted[c.sequence.request_id]
+                for c in commits
+                if c.extend_drafter
+            },
+        )
+
+    @torch.inference_mode()
+    def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:
+        """One drafter pass over ``[bonus, mask, ...]`` of every request."""
+        block = self._capabilities.block_size
+        segments = [
+            AttentionSegment(
+                index * block,
+                block,
+                request.sequence.committed_length,
+                torch.tensor(request.sequence.pages, dtype=torch.int64),
+            )
+            for index, request in enumerate(requests)
+        ]
+        token_ids = torch.full((len(requests), block), self._mask_token, dtype=torch.int32)
+        token_ids[:, 0] = torch.tensor([request.bonus_token for request in requests])
+        rows = torch.arange(len(requests) * block, dtype=torch.int32).reshape(-1, block)
+        inputs = {
+            "token_ids": token_ids.flatten(),
+            "positions": _slots(segments),  # a block is a chain: position and slot agree
+            "slots": _slots(segments),
+            "packed_mask": _block_mask(np.ones((block, block)), len(requests)),
+            "causal_mask": _block_mask(np.tri(block), len(requests)),
+            "output_rows": rows[:, 1:].flatten(),
+        }
+        outputs = self._run("drafter_block", inputs, segments)
+        shape = (len(requests), block - 1, -1)
+        return _core.DraftResult(
+            outputs["log_probs"].reshape(shape)[..., :top_k].contiguous().numpy(),
+            outputs["token_ids"].reshape(shape)[..., :top_k].contiguous().numpy(),
+        )
+
+    def _extend_drafter(self, step: _Step, accepted: Mapping[int, torch.Tensor]) -> None:
+        if not accepted or step.captured is None:
+            return
+        segments, global_rows = [], []
+        for request_id, rows in accepted.items():
+            at = step.segments[request_id]
+            first = sum(len(chosen) for chosen in global_rows)
+            segments.append(AttentionSegment(first, len(rows), at.prefix_length, at.pages))
+            global_rows.append(at.first_row + rows)
+        chosen = torch.cat(global_rows)
+        inputs = {
+            "captured": step.captured[chosen],
+            "positions": step.positions[chosen],
+            "slots": _slots(segments),
+        }
+        self._run("drafter_context", inputs, segments)
+
+    def _run(
+        self,
+        name: str,
+        inputs: Mapping[str, torch.Tensor],
+        segments: Sequence[AttentionSegment],
+    ) -> dict[str, torch.Tensor]:
+        return self._networks[name].run(inputs, StepContext(self._caches, segments))
+
+    def _allocate_caches(self) -> dict[str, PagedKv]:
+        caches = {}
+        for loaded in self._networks.values():
+            for state in loaded.network.states.values():
+                shape = (
+                    self._capabilities.num_pages,
+                    self._capabilities.page_size,
+                    state.heads,
+                    state.head_dim,
+                )
+                dtype = TORCH_DTYPES[state.dtype]
+                caches[state.name] = PagedKv(
+                    torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+                )
+        return caches
+
+
+def _capabilities(engine: EngineDir) -> _core.Capabilities:
+    build = engine.manifest["build_config"]
+    speculative = engine.manifest["speculative_config"]
+    c = _core.Capabilities()
+    c.backend = engine.manifest["backend"]
+    c.activations = build["activations"]
+    c.kv_layout = _core.KvLayout.PAGED
+    c.page_size = build["page_size"]
+    c.num_pages = build["num_pages"]
+    c.max_batch_size = build["max_batch_size"]
+    c.max_num_rows = build["max_num_rows"]
+    c.max_seq_len = build["max_seq_len"]
+    c.vocab_size = engine.manifest["pretrained_config"]["vocab_size"]
+    c.verify_width = speculative["max_verify_width"] if speculative else 1
+    c.block_size = speculative["block_size"] if speculative else 0
+    c.max_top_k = speculative["top_k"] if speculative else 0
+    return c
+
+
+def _segment(segment: _core.Segment) -> AttentionSegment:
+    return AttentionSegment(
+        segment.first_row,
+        segment.num_rows,
+        segment.sequence.committed_length,
+        torch.tensor(segment.sequence.pages, dtype=torch.int64),
+    )
+
+
+def _slots(segments: Sequence[AttentionSegment]) -> torch.Tensor:
+    """int32 [rows]: sequential behind each request's prefix."""
+    return torch.cat(
+        [torch.arange(s.prefix_length, s.prefix_length + s.num_rows) for s in segments]
+    ).int()
+
+
+def _block_mask(visible: NDArray[np.float64], count: int) -> torch.Tensor:
+    """visible [block, block] -> packed int32 [count * block, words]: the same for each block."""
+    block = len(visible)
+    padded = np.zeros((block, -(-block // 32) * 32), dtype=bool)
+    padded[:, :block] = visible
+    words = np.packbits(padded, axis=1, bitorder="little").view("<i4")
+    return torch.tensor(np.tile(words, (count, 1)))
+
+
+def _accepted_rows(commit: _core.Commit, step: _Step) -> torch.Tensor:
+    """int64 [n], checked to be a path from the committed prefix.
+
+    Raises:
+        ValueError: they are not, or the request was not in the step.
+    """
+    request_id = commit.sequence.request_id
+    segment = step.segments.get(request_id)
+    if segment is None:
+        raise ValueError(f"request {request_id}: commit without rows in the last step")
+    rows = torch.tensor(commit.rows, dtype=torch.int64)
+    if len(rows) and (rows.min() < 0 or rows.max() >= segment.num_rows):
+        raise ValueError(
+            f"request {request_id}: commit of row {int(rows.max())} of {segment.num_rows}"
+        )
+    parents = step.parents[segment.rows][rows]
+    if parents.tolist() != [-1, *rows.tolist()][: len(rows)]:
+        raise ValueError(f"request {request_id}: rows {rows.tolist()} are no path of the step")
+    return rows

@@ -1,0 +1,110 @@
+"""Decoding in this process: an engine, an executor and a tokenizer, without a server."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtree import _core
+from trtree.build.engine_dir import EngineDir
+from trtree.runtime.engines import load_engine
+from trtree.runtime.executor import (
+    DecodingMode,
+    Executor,
+    FinishReason,
+    Request,
+    RequestStatistics,
+    SpeculativeConfig,
+    TreeKind,
+    executor_config,
+)
+from trtree.runtime.tokenizer import Tokenizer
+
+
+class RequestError(ValueError):
+    """A request the engine cannot serve; names the parameter and both values."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished request: new tokens, why it ended, its counts and wall time in seconds."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    statistics: RequestStatistics
+    seconds: float
+
+
+class Session:
+    """An engine directory, loaded for use in this process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.engine_dir = EngineDir.open(directory)
+        self.tokenizer = Tokenizer(self.engine_dir.tokenizer_path)
+        self.engine: _core.Engine = load_engine(self.engine_dir)
+        self.executor = Executor(self.engine, executor_config(self.engine_dir))
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """The checkpoint's own end-of-text ids."""
+        eos = self.engine_dir.generation_config().get("eos_token_id")
+        if eos is None:
+            return []
+        return list(eos) if isinstance(eos, list) else [eos]
+
+    def speculative_config(
+        self, mode: str, tree_budget: int | None = None, tree: str | None = None
+    ) -> SpeculativeConfig:
+        """A mode by name; budget and tree kind default to what the engine was built for."""
+        built = self.engine_dir.manifest["speculative_config"] or {}
+        kind = tree or built.get("tree", "dynamic")
+        budget = built.get("tree_budget", 0) if tree_budget is None else tree_budget
+        return SpeculativeConfig(DecodingMode[mode.upper()], TreeKind[kind.upper()], budget)
+
+    def complete(self, request: Request) -> Completion:
+        """Run one request to its end."""
+        return self.complete_all([request])[0]
+
+    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run requests together, each step batching what fits; answers in their order."""
+        started = time.perf_counter()
+        tokens: dict[int, list[int]] = {self.enqueue(request): [] for request in requests}
+        finished: dict[int, Completion] = {}
+        for response in self.responses():
+            tokens[response.request_id] += response.token_ids
+            if response.finished:
+                finished[response.request_id] = Completion(
+                    tokens[response.request_id],
+                    response.finish_reason,
+                    response.statistics,
+                    time.perf_counter() - started,
+                )
+        return [finished[request_id] for request_id in tokens]
+
+    def stream(self, request: Request, on_text: Callable[[str], None]) -> Completion:
+        """Run one request, handing over text as it becomes certain."""
+        started = time.perf_counter()
+        self.enqueue(request)
+        text, token_ids = self.tokenizer.stream(), []
+        for response in self.responses():
+            token_ids += response.token_ids
+            on_text(text.push(response.token_ids))
+        on_text(text.finish())
+        seconds = time.perf_counter() - started
+        return Completion(token_ids, response.finish_reason, response.statistics, seconds)
+
+    def enqueue(self, request: Request) -> int:
+        """Queue a request; returns its id.
+
+        Raises:
+            RequestError: the engine cannot serve it.
+        """
+        try:
+            return self.executor.enqueue_request(request)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+
+    def responses(self) -> Iterator[_core.Response]:
+        """Everything the executor answers until no request is left."""
+        while batch := self.executor.await_responses():
+            yield from batch

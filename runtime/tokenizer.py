@@ -1,0 +1,61 @@
+"""Text to token ids and back, from an engine directory's tokenizer."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer as HfTokenizer
+
+# A token that ends inside a UTF-8 sequence decodes to this.
+_INCOMPLETE = "\ufffd"
+
+
+class Tokenizer:
+    """A Hugging Face ``tokenizer.json``."""
+
+    def __init__(self, directory: Path) -> None:
+        self._tokenizer = HfTokenizer.from_file(str(directory / "tokenizer.json"))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; white space is kept, special tokens in the text are recognised."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text, special tokens left out."""
+        return str(self._tokenizer.decode(token_ids))
+
+    def stream(self) -> "TextStream":
+        return TextStream(self)
+
+
+class TextStream:
+    """Turns a growing list of tokens into text pieces that add up to the whole.
+
+    Text is held back while it ends inside a character, or could still change.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+        self._start = 0  # first token of the window that is decoded again
+        self._emitted = ""  # what of the window's text was returned already
+
+    def push(self, token_ids: list[int]) -> str:
+        """Add tokens; returns the text that became certain."""
+        self._token_ids += token_ids
+        text = self._tokenizer.decode(self._token_ids[self._start :])
+        if text.endswith(_INCOMPLETE):
+            return ""
+        return self._emit(text)
+
+    def finish(self) -> str:
+        """The rest, incomplete characters included."""
+        return self._emit(self._tokenizer.decode(self._token_ids[self._start :]))
+
+    def _emit(self, text: str) -> str:
+        piece = text[len(self._emitted) :]
+        # Keep the last tokens as context: decoders strip or merge at the beginning.
+        window = max(self._start, len(self._token_ids) - 8)
+        self._emitted = text
+        if window > self._start:
+            self._start = window
+            self._emitted = self._tokenizer.decode(self._token_ids[window:])
+        return piece

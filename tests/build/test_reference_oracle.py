@@ -1,0 +1,202 @@
+"""The reference lowering against the published implementations, in float32.
+
+transformers' Qwen3ForCausalLM for targets, z-lab's DFlashDraftModel for the drafter.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engines import DEMO, tiny_config, write_target
+from trtree import _core
+from trtree.build import builder
+from trtree.build.checkpoint import Checkpoint
+from trtree.build.options import BuildOptions
+from trtree.plugins.nvfp4_linear import format as nvfp4
+from trtree.runtime.engines import open_engine
+
+TOLERANCE = 1e-4
+
+
+def load_transformers(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+    """transformers' model in float32 with these tensors."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    fields = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype")}
+    model = Qwen3ForCausalLM(Qwen3Config(**fields)).float().eval()
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = ["lm_head.weight"] if config["tie_word_embeddings"] else []
+    assert (missing, unexpected) == (tied, [])
+    if tied:
+        model.tie_weights()
+    return model
+
+
+def random_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Float32 tensors of a Qwen3 target, norms off 1 so that a missing one shows."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    tensors = dict(Qwen3ForCausalLM(Qwen3Config(**config)).state_dict())
+    for name, tensor in tensors.items():
+        noise = torch.randn_like(tensor)
+        tensors[name] = 1 + 0.2 * noise if tensor.ndim == 1 else 0.15 * noise
+    if config["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
+    return tensors
+
+
+def step(engine: _core.Engine, at: _core.Sequence, token_ids: list[int]) -> np.ndarray:
+    """Logits [rows, vocab] of a chain behind the committed prefix."""
+    rows = list(range(len(token_ids)))
+    request = _core.SegmentRequest(at, token_ids, [r - 1 for r in rows], rows, True)
+    result = engine.step(_core.RowBatch([request]))
+    logits = result.logits.reshape(len(rows), -1)
+    assert result.argmax.tolist() == logits.argmax(-1).tolist()
+    return logits
+
+
+def prefill(engine: _core.Engine, at: _core.Sequence, token_ids: list[int]) -> np.ndarray:
+    logits = step(engine, at, token_ids)
+    engine.commit([_core.Commit(at, list(range(len(token_ids))))])
+    return logits
+
+
+def rope(**parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 4, "head_dim": 32},
+        {"attention_bias": True},
+        rope(rope_type="linear", factor=4.0),
+        rope(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+        rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 7,
+            "use_sliding_window": True,
+        },
+    ],
+    ids=[
+        "untied",
+        "tied",
+        "one-kv-head",
+        "wide-heads",
+        "bias",
+        "linear",
+        "llama3",
+        "yarn",
+        "window",
+    ],
+)
+def test_target_against_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = tiny_config(**changes)
+    tensors = random_tensors(config)
+    checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
+    options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine", page_size=4)
+    _, engine = open_engine(builder.write(builder.describe(options)))
+    token_ids = torch.randint(0, 80, (48,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = load_transformers(config, tensors)(token_ids[None]).logits[0].numpy()
+
+    pages = list(range(12))
+    first = prefill(engine, _core.Sequence(1, 0, 0, pages), token_ids[:40].tolist())
+    np.testing.assert_allclose(first, expected[:40], rtol=0, atol=TOLERANCE)
+    for position in range(40, 48):  # and one token at a time
+        at = _core.Sequence(1, 0, position, pages)
+        logits = prefill(engine, at, [int(token_ids[position])])
+        np.testing.assert_allclose(logits[0], expected[position], rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def dequantized_demo() -> Any:
+    """transformers' model of the demo target, NVFP4 weights dequantized."""
+    checkpoint = Checkpoint.open(DEMO / "target_nvfp4")
+    modules = {name.rpartition(".")[0] for name in checkpoint.names()}
+    tensors = {}
+    for module in sorted(modules):
+        if len(checkpoint.info(f"{module}.weight").shape) == 1:
+            tensors[f"{module}.weight"] = checkpoint.tensor(f"{module}.weight").float()
+            continue
+        weight = checkpoint.linear([module]).weight
+        tensors[f"{module}.weight"] = (
+            nvfp4.dequantize(weight)
+            if isinstance(weight, nvfp4.QuantizedTensor)
+            else weight.float()
+        )
+    return load_transformers(dict(checkpoint.config), tensors)
+
+
+def test_drafter_against_the_published_package(demo_engine: Any, dequantized_demo: Any) -> None:
+    """Context in three parts, then a block: log-probs equal z-lab's within 1e-4."""
+    from dflash.model import DFlashDraftModel, extract_context_feature
+
+    theirs = DFlashDraftModel.from_pretrained(DEMO / "drafter", dtype=torch.float32).eval()
+    _, engine = open_engine(demo_engine(activations="float32", page_size=16))
+    token_ids = torch.randint(0, 2048, (41,), generator=torch.Generator().manual_seed(2))
+    config = json.loads((DEMO / "drafter" / "config.json").read_text())
+    block, mask = config["block_size"], config["dflash_config"]["mask_token_id"]
+    bonus = 77
+    with torch.inference_mode():
+        output = dequantized_demo(token_ids[None], output_hidden_states=True)
+        captured = extract_context_feature(output.hidden_states, theirs.target_layer_ids)
+        embedding = dequantized_demo.get_input_embeddings()
+        hidden = theirs(
+            target_hidden=captured,
+            noise_embedding=embedding(torch.tensor([[bonus] + [mask] * (block - 1)])),
+            position_ids=torch.arange(41 + block)[None],
+        )
+        logits = dequantized_demo.lm_head(hidden[0, 1:])
+    expected = logits.log_softmax(-1).numpy()
+
+    pages = list(range(4))
+    for first, last in ((0, 30), (30, 31), (31, 41)):
+        at = _core.Sequence(1, 0, first, pages)
+        prefill(engine, at, token_ids[first:last].tolist())
+    at = _core.Sequence(1, 0, 41, pages)
+    draft = engine.draft([_core.DraftRequest(at, bonus)], 64)
+    got, ids = draft.log_probs[0], draft.token_ids[0]
+    np.testing.assert_allclose(
+        got, np.take_along_axis(expected, ids.astype(np.int64), -1), rtol=0, atol=TOLERANCE
+    )
+    best = -np.sort(-expected, axis=-1)[:, :64]
+    np.testing.assert_allclose(got, best, rtol=0, atol=TOLERANCE)
+
+
+def test_captured_layers_are_the_published_ones(demo_engine: Any, dequantized_demo: Any) -> None:
+    """Pitfall 2: per-layer RMS of captured states, so that an id off by one shows."""
+    _, engine = open_engine(demo_engine(activations="float32", page_size=16))
+    token_ids = torch.randint(0, 2048, (20,), generator=torch.Generator().manual_seed(3))
+    network = engine.networks["target"]
+    captured: dict[str, torch.Tensor] = {}
+    original = network.run
+
+    def observe(inputs: Any, context: Any) -> Any:
+        return captured.setdefault("out", original(inputs, context))
+
+    network.run = observe  # type: ignore[method-assign]
+    try:
+        step(engine, _core.Sequence(1, 0, 0, [0, 1]), token_ids.tolist())
+    finally:
+        del network.run
+    with torch.inference_mode():
+        states = dequantized_demo(token_ids[None], output_hidden_states=True).hidden_states
+    parts = captured["out"]["captured"].chunk(3, dim=-1)
+    for layer, part in zip((0, 1, 2), parts, strict=True):
+        np.testing.assert_allclose(part, states[layer + 1][0], rtol=0, atol=TOLERANCE)

@@ -1,0 +1,47 @@
+"""Engines and checkpoints for tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtree.build import builder
+from trtree.build.checkpoint.write import write_checkpoint
+from trtree.build.options import read_options
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "configs" / "demo"
+
+
+def build_demo(output: Path, **options: Any) -> Path:
+    """The demo engine at ``output``, with these build options changed."""
+    chosen = read_options(ROOT / "configs" / "demo.yaml")
+    return builder.write(builder.describe(chosen.with_changes({"output": output, **options})))
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """A Qwen3 config.json of a few thousand parameters."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "max_position_embeddings": 256,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "vocab_size": 80,
+    } | changes
+
+
+def write_target(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+    """A checkpoint directory with the demo's tokenizer."""
+    write_checkpoint(directory, tensors.items(), config)
+    (directory / "tokenizer.json").write_bytes((DEMO / "target_nvfp4/tokenizer.json").read_bytes())
+    return directory

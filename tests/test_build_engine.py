@@ -1,0 +1,403 @@
+"""The build command: defaults, refusals, and what is left on disk."""
+
+import importlib.util
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engines import DEMO, ROOT, tiny_config, write_target
+from trtree.build.engine_dir import EngineDir, EngineDirError
+from trtree.runtime.session import Session
+
+
+@pytest.fixture(scope="module")
+def command() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_engine", ROOT / "build_engine.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Run the command in an empty folder, the demo's files as its defaults."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> int:
+        try:
+            return command.main([str(a) for a in arguments])
+        except SystemExit as exit_:  # argparse
+            return int(exit_.code or 0)
+
+    return call
+
+
+@pytest.fixture
+def refused(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Run with bad input: exit code 2, one line, nothing left behind. Returns the line."""
+
+    def call(*arguments: object) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert run(*arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        lines = captured.err.strip().splitlines()
+        assert "Traceback" not in captured.err
+        assert sorted(tmp_path.rglob("*")) == before
+        assert len([line for line in lines if "error: " in line]) == 1
+        return lines[-1]
+
+    return call
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO / "target_nvfp4", tmp_path / "target"))
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO / "drafter", tmp_path / "drafter"))
+
+
+def edit_tensors(checkpoint: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, checkpoint / "model.safetensors")
+
+
+def edit_config(checkpoint: Path, **changes: Any) -> None:
+    config = json.loads((checkpoint / "config.json").read_text()) | changes
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+def test_the_demo_builds_with_every_default(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--tree-budget", 16) == 0
+    assert "engines/demo" in capsys.readouterr().out
+    engine = EngineDir.open(tmp_path / "engines" / "demo")
+    speculative = engine.manifest["speculative_config"]
+    assert (speculative["tree_budget"], speculative["verify_width"]) == (16, 17)
+    assert engine.manifest["build_config"]["activations"] == "nvfp4"
+    assert set(engine.manifest["files"]) == {
+        "target.rank0.safetensors",
+        "drafter.rank0.safetensors",
+        "network.json",
+        "generation_config.json",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+    }
+    assert [p.name for p in (tmp_path / "engines").iterdir()] == ["demo"]
+
+
+def test_an_existing_engine_is_kept_unless_forced(
+    run: Callable[..., int],
+    refused: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run() == 0
+    capsys.readouterr()
+    assert "engines/demo exists; pass --force" in refused()
+    assert run("--force", "--tree-budget", 8) == 0
+    manifest = EngineDir.open(tmp_path / "engines/demo").manifest
+    assert manifest["speculative_config"]["tree_budget"] == 8
+    assert [p.name for p in (tmp_path / "engines").iterdir()] == ["demo"]
+
+
+def test_force_replaces_engines_only(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    line = refused("--output", "precious", "--force")
+    assert "no engine directory; not replacing it" in line
+
+
+def test_a_static_tree_is_calibrated_and_used(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--tree", "static", "--tree-budget", 12) == 0
+    session = Session(tmp_path / "engines/demo")
+    tables = session.engine_dir.tree_tables()
+    assert tables is not None
+    choices = [tuple(path) for path in tables["medusa_choices"]]
+    assert len(choices) == 12
+    assert all(path[:-1] in choices for path in choices if len(path) > 1)
+    assert len(tables["tree_ids"]) == len(tables["position_offsets"]) == 13
+
+    from trtree.runtime.executor import Request
+
+    prompt = session.tokenizer.encode("The licensor grants you a")
+    outputs = [
+        session.complete(
+            Request(prompt, max_tokens=40, speculative=session.speculative_config(mode))
+        )
+        for mode in ("plain", "tree")
+    ]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[1].statistics.acceptance_length > 1.5
+
+
+def test_plan_needs_configurations_alone(
+    run: Callable[..., int], target: Path, drafter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory in (target, drafter):
+        (directory / "model.safetensors").unlink()
+    assert run("--plan", "--checkpoint", target, "--drafter", drafter, "--tree-budget", 40) == 0
+    planned = capsys.readouterr().out
+    assert "41 rows" in planned
+    assert run("--plan", "--tree-budget", 40) == 0
+    in_place = capsys.readouterr().out
+    rows = [line for line in planned.splitlines() if "weights" in line or "KV" in line]
+    assert rows == [line for line in in_place.splitlines() if "weights" in line or "KV" in line]
+
+
+def test_without_a_drafter_decoding_is_plain(
+    run: Callable[..., int], target: Path, tmp_path: Path
+) -> None:
+    assert run("--checkpoint", target, "--output", "plain") == 0
+    assert EngineDir.open(tmp_path / "plain").manifest["speculative_config"] is None
+
+
+# Bad checkpoints
+
+
+def test_missing_shard(refused: Callable[..., str], target: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002.safetensors"}}
+    (target / "model.safetensors").unlink()
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00002.safetensors" in refused("--checkpoint", target)
+
+
+def test_truncated_shard(refused: Callable[..., str], target: Path) -> None:
+    shard = target / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    assert "model.safetensors" in refused("--checkpoint", target)
+
+
+def test_missing_tensor(refused: Callable[..., str], target: Path) -> None:
+    name = "model.layers.1.self_attn.q_norm.weight"
+    edit_tensors(target, lambda tensors: tensors.pop(name))
+    assert name in refused("--checkpoint", target)
+
+
+def test_a_tensor_no_network_uses(refused: Callable[..., str], target: Path) -> None:
+    extra = {"model.layers.9.mlp.gate_proj.weight": torch.zeros(4, 4)}
+    edit_tensors(target, lambda tensors: tensors.update(extra))
+    assert "model.layers.9.mlp.gate_proj.weight" in refused("--checkpoint", target)
+
+
+def test_wrong_scale_shape(refused: Callable[..., str], target: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    edit_tensors(target, lambda tensors: tensors.update({name: tensors[name][:, :8].contiguous()}))
+    line = refused("--checkpoint", target)
+    assert name in line
+    assert "[768, 8]" in line
+    assert "[768, 16]" in line
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0])
+def test_bad_block_scale(refused: Callable[..., str], target: Path, value: float) -> None:
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        scale = tensors[name].float()
+        scale[3, 5] = value
+        tensors[name] = scale.to(torch.float8_e4m3fn)
+
+    edit_tensors(target, spoil)
+    assert name in refused("--checkpoint", target)
+
+
+def test_pickle_file(refused: Callable[..., str], target: Path) -> None:
+    (target / "model.safetensors").rename(target / "pytorch_model.bin")
+    line = refused("--checkpoint", target)
+    assert "pytorch_model.bin" in line
+    assert "safetensors" in line
+
+
+def test_drafter_of_another_hidden_size(refused: Callable[..., str], tmp_path: Path) -> None:
+    config = tiny_config(num_hidden_layers=4, vocab_size=2048)
+    line = refused("--checkpoint", plain_target(tmp_path, config), "--drafter", DEMO / "drafter")
+    assert "hidden_size is 256" in line
+    assert "64" in line
+
+
+def plain_target(tmp_path: Path, config: dict[str, Any]) -> Path:
+    """A bf16 target with weights of zeros and ones."""
+    h, ffn = config["hidden_size"], config["intermediate_size"]
+    q = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    tensors = {"model.embed_tokens.weight": torch.zeros(config["vocab_size"], h)}
+    tensors["lm_head.weight"] = torch.zeros(config["vocab_size"], h)
+    tensors["model.norm.weight"] = torch.ones(h)
+    for i in range(config["num_hidden_layers"]):
+        shapes = {
+            "input_layernorm": (h,),
+            "post_attention_layernorm": (h,),
+            "self_attn.q_proj": (q, h),
+            "self_attn.k_proj": (kv, h),
+            "self_attn.v_proj": (kv, h),
+            "self_attn.o_proj": (h, q),
+            "self_attn.q_norm": (config["head_dim"],),
+            "self_attn.k_norm": (config["head_dim"],),
+            "mlp.gate_proj": (ffn, h),
+            "mlp.up_proj": (ffn, h),
+            "mlp.down_proj": (h, ffn),
+        }
+        for module, shape in shapes.items():
+            tensors[f"model.layers.{i}.{module}.weight"] = torch.ones(shape)
+    bf16 = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    return write_target(tmp_path / "plain_target", bf16, config)
+
+
+def test_unknown_architecture(refused: Callable[..., str], target: Path) -> None:
+    edit_config(target, architectures=["MambaForCausalLM"])
+    line = refused("--checkpoint", target)
+    assert "MambaForCausalLM" in line
+    assert "Qwen3ForCausalLM" in line
+
+
+def test_config_that_contradicts_the_weights(refused: Callable[..., str], target: Path) -> None:
+    edit_config(target, intermediate_size=800)
+    line = refused("--checkpoint", target)
+    assert "model.layers.0.mlp.gate_proj" in line
+    assert "[768, 256]" in line
+    assert "[800, 256]" in line
+
+
+def test_hub_id(refused: Callable[..., str]) -> None:
+    line = refused("--checkpoint", "Qwen/Qwen3-8B")
+    assert "hf download Qwen/Qwen3-8B" in line
+
+
+def test_missing_tokenizer(refused: Callable[..., str], target: Path) -> None:
+    (target / "tokenizer.json").unlink()
+    assert "tokenizer.json is missing" in refused("--checkpoint", target)
+
+
+# Bad options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--tree-budget", "-1"], ["tree_budget", "-1"]),
+        (["--tree-budget", "many"], ["--tree-budget", "many"]),
+        (["--block-size", "9"], ["block_size 9", "drafter's 8"]),
+        (["--block-size", "0"], ["block_size", "0"]),
+        (["--top-k", "4096"], ["top_k 4096", "2048"]),
+        (["--page-size", "0"], ["page_size", "0"]),
+        (["--max-seq-len", "4096"], ["max_seq_len 4096", "2048"]),
+        (["--max-tree-budget", "8"], ["max_tree_budget 8", "tree_budget 16"]),
+        (["--max-num-rows", "32"], ["max_num_rows 32", "65"]),
+        (["--activations", "int4"], ["int4"]),
+        (["--config", "missing.yaml"], ["missing.yaml"]),
+    ],
+)
+def test_bad_option(refused: Callable[..., str], arguments: list[str], parts: list[str]) -> None:
+    line = refused(*arguments)
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("tree_budgit: 4", "unknown option tree_budgit"),
+        ("tree_budget: [1]", "tree_budget must be an integer"),
+        ("page_size: true", "page_size must be an integer"),
+        ("- a list", "expected a mapping"),
+        ("a: [", "not YAML"),
+        ("tree: bushy", "tree must be one of dynamic, static"),
+    ],
+)
+def test_bad_configuration_file(
+    refused: Callable[..., str], tmp_path: Path, text: str, part: str
+) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    line = refused("--config", "mine.yaml")
+    assert "mine.yaml" in line
+    assert part in line
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """The limit makes writes fail as a full disk does: an OSError in the middle of a file."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "build_engine.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert "cannot write the engine" in line
+    assert "target.rank0.safetensors" in line or "File too large" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+# Damaged engines (pitfall 36)
+
+
+@pytest.fixture
+def engine(demo_engine: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_engine(), tmp_path / "engine"))
+
+
+def test_an_engine_of_another_format_version_is_refused(engine: Path) -> None:
+    manifest = json.loads((engine / "config.json").read_text())
+    (engine / "config.json").write_text(json.dumps(manifest | {"format_version": 99}))
+    with pytest.raises(EngineDirError, match="format version 99, this trtree reads 1"):
+        EngineDir.open(engine)
+
+
+@pytest.mark.parametrize("name", ["network.json", "target.rank0.safetensors"])
+def test_a_changed_file_is_refused(engine: Path, name: str) -> None:
+    content = bytearray((engine / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (engine / name).write_bytes(content)
+    with pytest.raises(EngineDirError, match=rf"{name}: SHA-256 .* the manifest says"):
+        EngineDir.open(engine)
+
+
+def test_a_truncated_or_missing_file_is_refused(engine: Path) -> None:
+    file = engine / "drafter.rank0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(EngineDirError, match=r"bytes, the manifest says"):
+        EngineDir.open(engine)
+    file.unlink()
+    with pytest.raises(EngineDirError, match=r"missing; the manifest lists it"):
+        EngineDir.open(engine)
+
+
+def test_help_names_every_option_of_the_configuration_file(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trtree.build.options import BuildOptions
+
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    for name in BuildOptions.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+def test_version(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("trtree 0.")
