@@ -54,7 +54,7 @@ def top_k_log_probs(
 
     Equal logits rank by lower id. The log-sum-exp runs over the whole vocabulary in float64
     (of float32 exponentials) and is rounded to float32 before the subtraction. NaN or +inf
-    among the logits makes all of a row's log-probs NaN.
+    among the logits, or -inf alone, makes all of a row's log-probs NaN.
 
     Raises:
         ValueError: top_k is not between 1 and the vocabulary's size, or above the chunk's.
@@ -132,4 +132,5 @@ def build_trees(
 
 def frontier_warps(width: int) -> int:
     """One warp needs no barrier per pop; wide frontiers need the registers of several."""
-    return min(max(triton.next_power_of_2(width) // 128, 1), 8)
+    warps = (width + 127) // 128
+    return min(1 << (warps - 1).bit_length(), 8)

@@ -9,6 +9,7 @@ lower id: keys never tie, so any sorting network is a stable one.
 import triton
 import triton.language as tl
 
+
 @triton.jit
 def top_k_chunks_kernel(
     logits,  # float32, bfloat16 or float16 [rows, vocab]
@@ -25,12 +26,14 @@ def top_k_chunks_kernel(
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
     logit = logit.to(tl.float32)
-    # NaN would vanish in a maximum; poison the sum with it instead, so that it shows.
-    is_nan = logit != logit
-    largest = tl.max(tl.where(is_nan, float("-inf"), logit), 0)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    # A maximum passes over NaN, and +inf leaves no probabilities: both poison the sum.
+    invalid = (logit != logit) | (logit == float("inf"))
+    valid = tl.where(invalid, float("-inf"), logit)
+    largest = tl.max(valid, 0)
+    weight = tl.exp(valid - tl.where(largest == float("-inf"), 0.0, largest))
+    weight = tl.where(invalid, float("nan"), weight)
     tl.store(maxima + part, largest)
-    tl.store(sums + part, tl.sum(tl.exp(logit - shift).to(tl.float64), 0))
+    tl.store(sums + part, tl.sum(weight.to(tl.float64), 0))
     tl.store(keys + part * TOP_K + tl.arange(0, TOP_K), tl.topk(_key(logit, token), TOP_K))
 
 
@@ -59,7 +62,10 @@ def top_k_merge_kernel(
     part_max = tl.load(maxima + row * chunks + index, mask=inside, other=float("-inf"))
     part_sum = tl.load(sums + row * chunks + index, mask=inside, other=0.0)
     largest = tl.max(part_max, 0)
-    total = tl.sum(part_sum * tl.exp((part_max - largest).to(tl.float64)), 0)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(part_sum * tl.exp((part_max - shift).to(tl.float64)), 0)
+    # A row of forbidden tokens alone has no distribution either.
+    total = tl.where(total > 0, total, float("nan"))
     lse = (largest.to(tl.float64) + tl.log(total)).to(tl.float32)
 
     live = rank < top_k

@@ -62,7 +62,7 @@ def build_tree_kernel(
     total = tl.where(lane == 0, root_child, float("-inf"))
     place = tl.zeros([FRONTIER], tl.int32)
     fields = tl.zeros([FRONTIER], tl.int64)
-    row = 1
+    row = tl.full([], 1, tl.int32)
     best = tl.max(total, 0)
     while (row <= budget) & (best > float("-inf")):
         tied = total == best

@@ -6,6 +6,7 @@ factor values occurs together at least once), ``all_cases`` the whole table.
 """
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class AttentionCase:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim) ** -0.5
+        return 1 / math.sqrt(self.head_dim)
 
     @property
     def segment_sizes(self) -> list[tuple[int, int]]:
@@ -93,7 +94,7 @@ def pairwise_cases() -> list[AttentionCase]:
     cheaper of two that cover as much."""
     rng = random.Random(0)
     names = list(FACTORS)
-    open_pairs = set(_pairs({name: values for name, values in FACTORS.items()}))
+    open_pairs = set(_pairs(FACTORS))
     cases = []
     while open_pairs:
         best = max(
@@ -204,7 +205,6 @@ def _filled_cache(
     generator: torch.Generator,
 ) -> PagedKv:
     shape = (num_pages, case.page_size, case.kv_heads, case.head_dim)
-    scales = None, None
     largest = E4M3_MAX if case.fp8_kv else 6e4
     store = torch.float8_e4m3fn if case.fp8_kv else case.dtype
     k, v = (torch.full(shape, largest).to(store) for _ in range(2))
@@ -212,8 +212,9 @@ def _filled_cache(
         k_scale, v_scale = (
             torch.rand(case.kv_heads, generator=generator) * 0.01 + 0.005 for _ in range(2)
         )
-        scales = k_scale, v_scale
-    cache = PagedKv(k, v, *scales)
+        cache = PagedKv(k, v, k_scale, v_scale)
+    else:
+        cache = PagedKv(k, v)
     for segment in segments:
         where = cache.locate(segment.pages, torch.arange(segment.prefix_length))
         for values, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):

@@ -126,9 +126,9 @@ def check_commit(case: AttentionCase, inputs: AttentionInputs, device: torch.dev
 
 
 def random_path(parents: list[int], rng: random.Random) -> list[int]:
-    """From the root to some row, as a walk would accept it."""
+    """From the root to one of the last rows, as a walk would accept it."""
     path = []
-    row = rng.randrange(len(parents))
+    row = len(parents) - 1 - rng.randrange(min(len(parents), 3))
     while row >= 0:
         path.append(row)
         row = parents[row]
@@ -157,5 +157,5 @@ def _rotated(x: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, to
     wide = x.double()
     half = wide.roll(inputs.rope.rotary_dim // 2, dims=-1)
     if inputs.rope.interleaved:
-        half = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        half = torch.stack([wide[..., 1::2], wide[..., 0::2]], dim=-1).flatten(-2)
     return reference.rotate(wide, inputs.positions, inputs.rope), 2**-22 * (wide.abs() + half.abs())

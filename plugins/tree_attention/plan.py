@@ -114,7 +114,7 @@ def plan_attention(
         limit = min(limit, max_items)
     split = _split_size([end - begin for begin, end in ranges], max(limit, len(tiles)))
 
-    work = []
+    work: list[tuple[int, ...]] = []
     row_splits = torch.zeros(num_rows, 3, dtype=torch.int32)
     for (index, segment, first, rows), (begin, end) in zip(tiles, ranges, strict=True):
         tile_row = segment.first_row + first

@@ -88,7 +88,7 @@ def tree_attention_with_lse(
             key_positions = torch.cat([torch.arange(segment.prefix_length), own])
             visible &= key_positions[None, :] > own[:, None] - window
         group = q.shape[1] // k.shape[1]
-        queries = q[segment.rows].double().unflatten(1, (k.shape[1], group))
+        queries = q[segment.rows].double().reshape(-1, k.shape[1], group, q.shape[2])
         scores = torch.einsum("rhgd,shd->hgrs", queries, k) * scale
         scores = scores.masked_fill(~visible, -torch.inf)
         weights = scores.softmax(dim=-1).masked_fill(~visible, 0.0)

@@ -37,9 +37,11 @@ def attention_tile(sm: int, head_dim: int, rows: int, group: int) -> Tile:
     block_m = 16
     while block_m < min(rows * group, 64 if wide else 128):
         block_m *= 2
+    # Faster memory needs more bytes in flight, and these SMs have the room for a third stage.
+    stages = 3 if SHARED_LIMIT[sm] > 150_000 else 2
     if wide:
-        return Tile(block_m, 32, 4 if block_m <= 32 else 8, 2)
-    return Tile(block_m, 64, 4 if block_m <= 64 else 8, 2)
+        return Tile(block_m, 32, 4 if block_m <= 32 else 8, stages)
+    return Tile(block_m, 64, 4 if block_m <= 64 else 8, stages)
 
 
 def require_fp8(sm: int) -> None:

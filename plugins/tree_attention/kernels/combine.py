@@ -1,7 +1,7 @@
 """Combine: merge a row's split-KV partial results by their log-sum-exps.
 
-One program per (row, KV head): the query heads of the group. Rows attended by one work item pass through unchanged but for
-the rounding; rows of no item (padding) get zeros.
+One program per (row, KV head): the query heads of the group. Rows attended by one work item
+pass through unchanged but for the rounding; rows of no item (padding) get zeros.
 """
 
 import triton

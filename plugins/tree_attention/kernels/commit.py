@@ -36,9 +36,7 @@ def tree_kv_commit_kernel(
 
     for start in range(0, count, BLOCK_R):
         target = start + tl.arange(0, BLOCK_R)
-        source = tl.load(
-            accepted + request * max_accepted + target, mask=target < count, other=0
-        )
+        source = tl.load(accepted + request * max_accepted + target, mask=target < count, other=0)
         # The head of the path usually stands where it belongs already.
         moves = (target < count) & (source != target)
         mask = moves[:, None] & (word < ROW_WORDS)[None, :]

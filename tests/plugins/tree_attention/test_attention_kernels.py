@@ -38,9 +38,7 @@ def check(case: AttentionCase) -> None:
     # Many rows per program: interpreted, a program's cost hardly grows with them.
     q, cache = check_append(inputs, CPU, rows_per_program=32)
     tile = attention_tile(120, case.head_dim, case.rows, case.group)
-    check_attention(
-        case, inputs, q, cache, tile, CPU, target_ctas=8, weight_error=FLOAT32_ERROR
-    )
+    check_attention(case, inputs, q, cache, tile, CPU, target_ctas=8, weight_error=FLOAT32_ERROR)
     check_commit(case, inputs, CPU)
 
 
@@ -77,9 +75,7 @@ def test_append_skips_padding_rows() -> None:
     inputs = cases.make_inputs(SMALL)
     tables = plan.row_tables(inputs.segments[:1], len(inputs.q))
     before = inputs.cache.k.clone()
-    launch.append(
-        inputs.q, inputs.k, inputs.v, inputs.positions, tables, inputs.cache, inputs.rope
-    )
+    launch.append(inputs.q, inputs.k, inputs.v, inputs.positions, tables, inputs.cache, inputs.rope)
     other = inputs.segments[1].pages
     assert torch.equal(inputs.cache.k[other], before[other])
 
@@ -118,9 +114,7 @@ def test_a_range_may_begin_among_the_steps_own_rows() -> None:
     inputs = cases.make_inputs(case)
     q, cache = check_append(inputs, CPU, rows_per_program=64)
     tile = attention_tile(120, case.head_dim, case.rows, case.group)
-    check_attention(
-        case, inputs, q, cache, tile, CPU, target_ctas=64, weight_error=FLOAT32_ERROR
-    )
+    check_attention(case, inputs, q, cache, tile, CPU, target_ctas=64, weight_error=FLOAT32_ERROR)
 
 
 def test_padding_rows_give_zeros() -> None:
