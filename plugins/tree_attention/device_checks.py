@@ -4,14 +4,13 @@ The same checks run under Triton's interpreter (tests) and on a GPU (runtime/ben
 """
 
 import random
-from dataclasses import replace
 
 import torch
 
 from trtree.plugins.tree_attention import launch, reference
 from trtree.plugins.tree_attention.cases import AttentionCase, AttentionInputs, assert_rounded
 from trtree.plugins.tree_attention.contract import PagedKv, Rope
-from trtree.plugins.tree_attention.plan import RowTables, plan_attention, row_tables
+from trtree.plugins.tree_attention.plan import plan_attention, row_tables
 from trtree.plugins.tree_attention.tiles import APPEND_ROWS, Tile
 
 NUM_LAYERS = 2  # of the commit check
@@ -32,7 +31,7 @@ def check_append(
         inputs.k.to(device),
         inputs.v.to(device),
         inputs.positions.to(device),
-        tables_to(tables, device),
+        tables.to(device),
         cache,
         Rope(inputs.rope.cos_sin.to(device), inputs.rope.interleaved),
         rows_per_program=rows_per_program,
@@ -63,6 +62,7 @@ def check_attention(
     *,
     target_ctas: int,
     weight_error: float,
+    lse_error: float = 1e-5,
 ) -> None:
     """weight_error: the relative error of a softmax weight (2^-9 if rounded to bfloat16)."""
     plan = plan_attention(
@@ -74,12 +74,12 @@ def check_attention(
         target_ctas=target_ctas,
         window=case.window,
     )
-    tables = tables_to(row_tables(inputs.segments, len(q)), device)
+    tables = row_tables(inputs.segments, len(q)).to(device)
     out, lse = launch.tree_attention(
         q.to(device),
         inputs.packed_mask.to(device),
         inputs.positions.to(device),
-        replace(plan, work=plan.work.to(device), row_splits=plan.row_splits.to(device)),
+        plan.to(device),
         tables.page_table,
         cache_to(cache, device),
         tile,
@@ -96,7 +96,7 @@ def check_attention(
         window=case.window,
     )
     assert_rounded("attention", out.cpu(), exact, weight_error * float(inputs.v.abs().max()))
-    assert_rounded("log-sum-exp", lse.cpu(), exact_lse, 1e-5)
+    assert_rounded("log-sum-exp", lse.cpu(), exact_lse, lse_error)
 
 
 def check_commit(case: AttentionCase, inputs: AttentionInputs, device: torch.device) -> None:
@@ -115,8 +115,8 @@ def check_commit(case: AttentionCase, inputs: AttentionInputs, device: torch.dev
     for index, path in enumerate(paths):
         accepted[index, : len(path)] = torch.tensor(path)
     counts = torch.tensor([len(path) for path in paths], dtype=torch.int32)
-    tables = tables_to(row_tables(inputs.segments, len(inputs.q)), device)
-    launch.commit(moved, tables, accepted.to(device), counts.to(device))
+    tables = row_tables(inputs.segments, len(inputs.q)).to(device)
+    launch.commit(launch.KvStores.of(moved), tables, accepted.to(device), counts.to(device))
     for index, (layer, got) in enumerate(zip(layers, moved, strict=True)):
         for segment, path in zip(inputs.segments, paths, strict=True):
             reference.commit(layer, segment, torch.tensor(path))
@@ -141,15 +141,6 @@ def cache_to(cache: PagedKv, device: torch.device, *, copy: bool = False) -> Pag
 
     k, v = cache.k.to(device, copy=copy), cache.v.to(device, copy=copy)
     return PagedKv(k, v, move(cache.k_scale), move(cache.v_scale))
-
-
-def tables_to(tables: RowTables, device: torch.device) -> RowTables:
-    return RowTables(
-        tables.slots.to(device),
-        tables.requests.to(device),
-        tables.page_table.to(device),
-        tables.prefix_lengths.to(device),
-    )
 
 
 def _rotated(x: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:

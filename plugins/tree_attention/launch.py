@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -134,8 +135,38 @@ def tree_attention(
     return out, lse
 
 
+@dataclass(frozen=True)
+class KvStores:
+    """All layers' caches as commit sees them; made once, as the caches never move.
+
+    addresses: int64 [2 * layers], of each k and v store, on their device.
+    """
+
+    addresses: torch.Tensor
+    page_size: int
+    row_words: int  # 32-bit words of a slot
+
+    @classmethod
+    def of(cls, caches: Sequence[PagedKv]) -> "KvStores":
+        """Raises ValueError where the caches differ in shape or type."""
+        stores = [store for cache in caches for store in (cache.k, cache.v)]
+        kinds = {(tuple(store.shape), str(store.dtype)) for store in stores}
+        if len(kinds) != 1:
+            raise ValueError(
+                "commit moves all layers in one launch, but their KV caches differ: "
+                f"{sorted(kinds)}"
+            )
+        first = stores[0]
+        addresses = [store.data_ptr() for store in stores]
+        return cls(
+            torch.tensor(addresses, dtype=torch.int64, device=first.device),
+            first.shape[1],
+            first.shape[2] * first.shape[3] * first.element_size() // 4,
+        )
+
+
 def commit(
-    caches: Sequence[PagedKv],
+    stores: KvStores,
     tables: RowTables,
     accepted: torch.Tensor,
     num_accepted: torch.Tensor,
@@ -143,31 +174,20 @@ def commit(
     """Move every layer's accepted rows behind the prefix, in one launch.
 
     accepted int32 [requests, n], strictly increasing rows of the request (root included),
-    of which the first num_accepted int32 [requests] count. All caches are of one shape.
+    of which the first num_accepted int32 [requests] count.
     """
-    first = caches[0].k
-    stores = [store for cache in caches for store in (cache.k, cache.v)]
-    if any(store.shape != first.shape or store.dtype != first.dtype for store in stores):
-        raise ValueError(
-            "commit moves all layers in one launch, but their KV caches differ: "
-            f"{sorted({f'{tuple(s.shape)} {s.dtype}' for s in stores})}"
-        )
-    row_bytes = first.shape[2] * first.shape[3] * first.element_size()
-    addresses = torch.tensor(
-        [store.data_ptr() for store in stores], dtype=torch.int64, device=first.device
-    )
-    columns = commit_columns(row_bytes // 4)
-    grid = (len(stores), len(num_accepted), triton.cdiv(row_bytes // 4, columns))
+    columns = commit_columns(stores.row_words)
+    grid = (len(stores.addresses), len(num_accepted), triton.cdiv(stores.row_words, columns))
     tree_kv_commit_kernel[grid](
-        addresses,
+        stores.addresses,
         tables.page_table,
         tables.prefix_lengths,
         accepted,
         num_accepted,
         tables.page_table.shape[1],
         accepted.shape[1],
-        PAGE_SIZE=first.shape[1],
-        ROW_WORDS=row_bytes // 4,
+        PAGE_SIZE=stores.page_size,
+        ROW_WORDS=stores.row_words,
         BLOCK_R=COMMIT_ROWS,
         BLOCK_C=columns,
     )

@@ -32,6 +32,9 @@ class AttentionPlan:
     def num_items(self) -> int:
         return len(self.work)
 
+    def to(self, device: torch.device) -> "AttentionPlan":
+        return AttentionPlan(self.work.to(device), self.row_splits.to(device))
+
     def padded(self, num_items: int) -> "AttentionPlan":
         """The same plan with idle items behind it: CUDA graphs fix the grid.
 
@@ -58,6 +61,10 @@ class RowTables:
     requests: torch.Tensor
     page_table: torch.Tensor
     prefix_lengths: torch.Tensor
+
+    def to(self, device: torch.device) -> "RowTables":
+        moved = (self.slots, self.requests, self.page_table, self.prefix_lengths)
+        return RowTables(*(tensor.to(device) for tensor in moved))
 
 
 def row_tables(segments: Sequence[AttentionSegment], num_rows: int) -> RowTables:

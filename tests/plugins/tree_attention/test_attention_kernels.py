@@ -142,7 +142,5 @@ def test_padding_rows_give_zeros() -> None:
 
 def test_commit_refuses_layers_of_different_shapes() -> None:
     a, b = (cases.make_inputs(replace(SMALL, head_dim=d)).cache for d in (64, 128))
-    tables = plan.row_tables(cases.make_inputs(SMALL).segments, 25)
-    rows = torch.zeros(2, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="KV caches differ"):
-        launch.commit([a, b], tables, rows, torch.ones(2, dtype=torch.int32))
+        launch.KvStores.of([a, b])
