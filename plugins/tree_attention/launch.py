@@ -116,6 +116,7 @@ def tree_attention(
         DOT_DTYPE=dot_dtype(q.dtype),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
+        TAIL_STAGES=tile.tail_stages,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -5,6 +5,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trtree.plugins.tree_attention.tiles import FP8_MIN_SM, SHARED_LIMIT, SMS
 
 HEAD_DIMS = (64, 128, 192, 256)
 # The shapes reported: a budget-16 tree on a layer like Qwen3's, its vocabulary.
-ROWS, KV_HEADS, GROUP, PAGE_SIZE = 17, 8, 4, 64
+ROWS, KV_HEADS, GROUP, PAGE_SIZE, WINDOW = 17, 8, 4, 64, 4096
 TOP_K, VOCAB = 16, 151936
 TREE_WIDTHS = (17, 2048)
 
@@ -42,6 +43,8 @@ def kernel_specs(sm: int, head_dim: int) -> Iterator[KernelSpec]:
         yield specs.append_spec(layer, sm)
         yield specs.attention_spec(layer, sm)
         yield specs.commit_spec(layer)
+        if kv_dtype == torch.bfloat16:
+            yield specs.attention_spec(replace(layer, window=WINDOW), sm)
     yield specs.combine_spec(layer, sm)
 
 

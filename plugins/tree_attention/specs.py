@@ -91,7 +91,7 @@ def attention_spec(layer: LayerConfig, sm: int) -> KernelSpec:
     x, cache = _pointers(layer, sm)
     tile = attention_tile(sm, layer.head_dim, layer.rows, layer.group)
     return KernelSpec(
-        f"tree_attention{layer.suffix}",
+        f"tree_attention{layer.suffix}{'_window' if layer.window else ''}",
         tree_attention_kernel,
         {
             "q": x,
@@ -117,6 +117,7 @@ def attention_spec(layer: LayerConfig, sm: int) -> KernelSpec:
             "DOT_DTYPE": _DOT_TYPES[layer.dtype],
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
+            "TAIL_STAGES": tile.tail_stages,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -23,6 +23,9 @@ class Tile:
     block_n: int  # keys per step
     num_warps: int
     num_stages: int
+    # A tree's own rows are a few blocks, which no pipeline helps; without one they leave the
+    # registers to the prefix. A prefill chunk's rows are most of its keys.
+    tail_stages: int = 1
 
 
 def attention_tile(sm: int, head_dim: int, rows: int, group: int) -> Tile:
@@ -39,9 +42,10 @@ def attention_tile(sm: int, head_dim: int, rows: int, group: int) -> Tile:
         block_m *= 2
     # Faster memory needs more bytes in flight, and these SMs have the room for a third stage.
     stages = 3 if SHARED_LIMIT[sm] > 150_000 else 2
+    tail_stages = 1 if rows <= 256 else stages
     if wide:
-        return Tile(block_m, 32, 4 if block_m <= 32 else 8, stages)
-    return Tile(block_m, 64, 4 if block_m <= 64 else 8, stages)
+        return Tile(block_m, 32, 4 if block_m <= 32 else 8, stages, tail_stages)
+    return Tile(block_m, 64, 4 if block_m <= 64 else 8, stages, tail_stages)
 
 
 def require_fp8(sm: int) -> None:

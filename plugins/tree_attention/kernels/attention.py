@@ -46,6 +46,7 @@ def tree_attention_kernel(
     DOT_DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
 ):
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -84,7 +85,8 @@ def tree_attention_kernel(
         oldest = tl.full([BLOCK_M], -1, tl.int32)
 
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # Finite, so that a row that has seen nothing yet never subtracts -inf from -inf.
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     head_offset = kv_head * HEAD_DIM
     row_stride = kv_heads * HEAD_DIM
@@ -99,9 +101,10 @@ def tree_attention_kernel(
         keys = _load_kv(k_cache, offset, inside, HEAD_DIM, DOT_DTYPE, True)
         scores = tl.dot(q_tile, tl.trans(keys), input_precision="ieee") * scale
         if WINDOW > 0:
-            scores = tl.where(slot[None, :] > oldest[:, None], scores, float("-inf"))
+            # Compared as columns, which are known at compile time, to spare registers.
+            scores = tl.where(column[None, :] > (oldest - start)[:, None], scores, float("-inf"))
         values = _load_kv(v_cache, offset, inside, HEAD_DIM, DOT_DTYPE, True)
-        acc, top, total = _accumulate(acc, top, total, scores, values, WINDOW > 0)
+        acc, top, total = _accumulate(acc, top, total, scores, values)
 
     # The rest of the prefix and the step's own rows, by packed mask. Blocks of 32 keys that
     # start a multiple of 32 away from the first tree row take one mask word per row each;
@@ -111,7 +114,7 @@ def tree_attention_kernel(
     behind = tl.maximum(whole_end - prefix, 0)  # > 0: the range begins among the step's rows
     first = prefix - tl.cdiv(before, 32) * 32 + behind // 32 * 32
     words = packed_mask + row.to(tl.int64) * mask_words
-    for start in range(first, end, 32):
+    for start in tl.range(first, end, 32, num_stages=TAIL_STAGES):
         slot = start + bit
         tree_row = slot - prefix
         inside = (slot >= whole_end) & (slot < end)
@@ -129,7 +132,7 @@ def tree_attention_kernel(
             visible &= position[None, :] > oldest[:, None]
         scores = tl.where(visible, scores, float("-inf"))
         values = _load_kv(v_cache, offset, inside, HEAD_DIM, DOT_DTYPE, False)
-        acc, top, total = _accumulate(acc, top, total, scores, values, True)
+        acc, top, total = _accumulate(acc, top, total, scores, values)
 
     # A row that saw none of this item's keys leaves zeros with weight exp2(-inf).
     seen = total > 0
@@ -174,16 +177,11 @@ def _load_kv(
 
 
 @triton.jit
-def _accumulate(acc, top, total, scores, values, MASKED: tl.constexpr):
+def _accumulate(acc, top, total, scores, values):
     """One step of the online softmax (Milakov & Gimelshein, arXiv 1805.02867), in base 2."""
     new_top = tl.maximum(top, tl.max(scores, 1))
-    if MASKED:
-        # Nothing visible yet: -inf - -inf would be NaN.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    else:
-        shift = new_top
-    weights = tl.exp2(scores - shift[:, None])
-    keep = tl.exp2(top - shift)
+    weights = tl.exp2(scores - new_top[:, None])
+    keep = tl.exp2(top - new_top)
     total = total * keep + tl.sum(weights, 1)
     acc = tl.dot(weights.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
     return acc, new_top, total

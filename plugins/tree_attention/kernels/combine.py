@@ -34,7 +34,7 @@ def tree_attention_combine_kernel(
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    top = tl.full([GROUP_PAD], -1e30, tl.float32)  # finite: see attention.py
     total = tl.zeros([GROUP_PAD], tl.float32)
     for start in range(0, splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
@@ -47,9 +47,8 @@ def tree_attention_combine_kernel(
             other=0.0,
         )
         new_top = tl.maximum(top, tl.max(part_lse, 0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(part_lse - shift[None, :])
-        keep = tl.exp2(top - shift)
+        weight = tl.exp2(part_lse - new_top[None, :])
+        keep = tl.exp2(top - new_top)
         total = total * keep + tl.sum(weight, 0)
         acc = acc * keep[:, None] + tl.sum(part * weight[:, :, None], 0)
         top = new_top

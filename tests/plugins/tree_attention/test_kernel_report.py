@@ -22,6 +22,7 @@ FIELDS = ["name", "sm", "head_dim", "registers", "shared_bytes", "shared_limit",
 ATTENTION = {
     "tree_kv_append",
     "tree_attention",
+    "tree_attention_window",
     "tree_attention_combine",
     "tree_kv_commit",
     "tree_kv_append_fp8",

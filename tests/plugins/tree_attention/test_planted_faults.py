@@ -131,7 +131,7 @@ FAULTS = [
     Fault(
         "splits weighed alike",
         combine,
-        "tl.exp2(part_lse - shift[None, :])",
+        "tl.exp2(part_lse - new_top[None, :])",
         "tl.where(inside, 1.0, 0.0)",
         LONG,
         "att",
