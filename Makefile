@@ -30,8 +30,9 @@ build: $(VENV)/.installed
 
 demo: build
 	$(BIN)/python build_engine.py --tree-budget 16 --force
+	$(BIN)/python build_engine.py --backend reference --output engines/demo-reference --force > /dev/null
 	$(BIN)/python -m trtree.runtime.generate --engine engines/demo --mode tree --prompt "$$(head -n 1 configs/demo/prompts.txt)"
-	$(BIN)/python -m trtree.runtime.generate --engine engines/demo --compare configs/demo/prompts.txt
+	$(BIN)/python -m trtree.runtime.generate --engine engines/demo --compare configs/demo/prompts.txt --baseline engines/demo-reference
 
 test: $(VENV)/.oracles lint
 	$(BIN)/python -m pytest -m 'not full'
@@ -43,6 +44,7 @@ test-full: $(VENV)/.oracles lint
 lint: $(VENV)/.oracles
 	mkdir -p .mypy/trtree
 	for part in build plugins runtime; do ln -sfn ../../$$part .mypy/trtree/$$part; done
+	$(BIN)/python -m nanobind.stubgen -q -r -m trtree._core -O .mypy/trtree
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.mypy $(BIN)/mypy -p trtree

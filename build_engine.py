@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         help="engine directory to write (default: engines/demo)",
     )
     add("--force", action="store_true", help="replace an engine that is already there")
-    add("--backend", choices=("reference",), help="what will run the engine")
+    add("--backend", choices=("cpu", "reference"), help="what will run the engine (default: cpu)")
     add(
         "--tree-budget",
         type=int,

@@ -16,10 +16,9 @@ from trtree.build.engine_dir import (
     TOKENIZER,
     TREE_TABLES,
     EngineDirWriter,
-    weights_file,
     writing,
 )
-from trtree.build.lowering import reference_weights
+from trtree.build.lowering import LOWERINGS
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
@@ -58,7 +57,7 @@ class EngineDescription:
         return ["target", "drafter"] if self.drafter else ["target"]
 
     def weight_bytes(self, owner: Owner) -> int:
-        return reference_weights.stored_bytes(self.weights, owner)
+        return LOWERINGS[self.options.backend].stored_bytes(self.weights, owner)
 
 
 def describe(options: BuildOptions) -> EngineDescription:
@@ -154,15 +153,13 @@ def write(
     if not isinstance(source, CheckpointSource):
         raise TypeError("only a description made by describe() has weights to write")
     with writing(options.output, force=force) as out:
-        for owner in description.owners():
-            name = weights_file(owner, 0, reference_weights.SUFFIX)
-            reference_weights.write_weights(
-                out.path / name,
-                owner,
-                description.weights,
-                source.checkpoint(owner),
-                progress,
-            )
+        LOWERINGS[options.backend].write_files(
+            out,
+            description.networks,
+            description.weights,
+            {owner: source.checkpoint(owner) for owner in description.owners()},
+            progress,
+        )
         out.networks(description.networks)
         _copy_text_files(out, options.checkpoint)
         out.finish(_manifest(description))

@@ -21,6 +21,7 @@ from trtree.build.network.network import Network
 FORMAT_VERSION = 1
 MANIFEST = "config.json"
 NETWORKS = "network.json"
+PLAN = "plan.json"
 TREE_TABLES = "tree_tables.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer"
@@ -81,6 +82,17 @@ class EngineDir:
         """The stored networks by name."""
         data = json.loads((self.path / NETWORKS).read_text())
         return {name: Network.from_dict(network) for name, network in data.items()}
+
+    def plan(self) -> dict[str, Any]:
+        """The CPU engine's plan.
+
+        Raises:
+            EngineDirError: there is none.
+        """
+        plan = self._json(PLAN)
+        if plan is None:
+            raise EngineDirError(f"{self.path / PLAN}: missing; rebuild the engine")
+        return plan
 
     def weights_path(self, owner: str, rank: int, suffix: str) -> Path:
         return self.path / weights_file(owner, rank, suffix)

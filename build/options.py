@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import yaml
 
+from trtree.build.network.network import Activations
+
 
 class OptionError(ValueError):
     """An option of the wrong type or out of range; names it, its value and what is allowed."""
@@ -19,13 +21,13 @@ class BuildOptions:
     checkpoint: Path = Path()
     drafter: Path | None = None
     output: Path = Path("engines/demo")
-    backend: str = "reference"
+    backend: str = "cpu"
     tree: Literal["dynamic", "static"] = "dynamic"
     tree_budget: int = 16
     max_tree_budget: int | None = None  # default: tree_budget, at least 64
     top_k: int | None = None  # ranks per depth; default: as many as the budget can use
     block_size: int | None = None  # default: the drafter's
-    activations: str | None = None  # default: the checkpoint's
+    activations: Activations | None = None  # default: the checkpoint's
     page_size: int = 16
     kv_tokens: int = 8192
     max_batch_size: int = 8
@@ -54,7 +56,7 @@ class BuildOptions:
                 _at_least(name, getattr(self, name), least)
         _one_of("tree", self.tree, ("dynamic", "static"))
         _one_of("activations", self.activations, (None, "nvfp4", "bf16", "float32"))
-        _one_of("backend", self.backend, ("reference",))
+        _one_of("backend", self.backend, ("cpu", "reference"))
         if self.max_tree_budget is not None and self.max_tree_budget < self.tree_budget:
             raise OptionError(
                 f"max_tree_budget {self.max_tree_budget} is below tree_budget {self.tree_budget}"

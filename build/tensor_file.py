@@ -68,7 +68,7 @@ class TensorFileWriter:
         if spec != self._specs[name]:
             raise ValueError(f"{self._stream.name}: {name} is {spec}, declared {self._specs[name]}")
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._stream.write(memoryview(data.numpy()))
+        self._stream.write(data.numpy().data)
 
     def __enter__(self) -> "TensorFileWriter":
         return self

@@ -20,6 +20,8 @@ from trtree.runtime.executor import FinishReason, Request, SpeculativeConfig
 from trtree.runtime.session import Completion, RequestError, Session
 
 BUDGETS = (8, 16, 32, 64)
+# The other engine is expected to be slow.
+BASELINE_PROMPTS = 2
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,30 @@ def _run(args: argparse.Namespace) -> int:
 def _compare(session: Session, args: argparse.Namespace) -> int:
     prompts = read_prompts(args.compare)
     rows = compare(session, prompts, args)
+    baseline = _baseline(args, prompts) if args.baseline else None
     if args.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+        result = {"rows": [asdict(row) for row in rows]}
+        print(json.dumps(result | ({"baseline_tokens_per_s": baseline} if baseline else {})))
     else:
         Console().print(_table(rows))
+        if baseline:
+            plain = rows[0].tokens_per_s
+            print(
+                f"{args.baseline}: {baseline:.1f} tokens/s in plain decoding of the first "
+                f"{min(len(prompts), BASELINE_PROMPTS)} prompts; "
+                f"{args.engine} decodes {plain / baseline:.0f} times as fast"
+            )
     return 0 if all(row.identical for row in rows) else 1
+
+
+def _baseline(args: argparse.Namespace, prompts: Sequence[str]) -> float:
+    """Tokens/s of plain decoding with another engine, over the first prompts."""
+    session = Session(args.baseline)
+    plain = session.speculative_config("plain")
+    tokens, started = 0, time.perf_counter()
+    for prompt in prompts[:BASELINE_PROMPTS]:
+        tokens += len(session.complete(_request(session, prompt, args, plain)).token_ids)
+    return tokens / (time.perf_counter() - started)
 
 
 def compare(session: Session, prompts: Sequence[str], args: argparse.Namespace) -> list[Row]:
@@ -218,6 +239,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="run every prompt of FILE (one a line) in plain, chain and trees "
         f"of budget {', '.join(map(str, BUDGETS))}, and print one table",
+    )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="DIR",
+        help="with --compare: an engine to measure plain decoding against, such as the "
+        "reference engine",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser

@@ -94,9 +94,10 @@ def test_the_demo_builds_with_every_default(
     assert (speculative["tree_budget"], speculative["verify_width"]) == (16, 17)
     assert engine.manifest["build_config"]["activations"] == "nvfp4"
     assert set(engine.manifest["files"]) == {
-        "target.rank0.safetensors",
-        "drafter.rank0.safetensors",
+        "target.rank0.bin",
+        "drafter.rank0.bin",
         "network.json",
+        "plan.json",
         "generation_config.json",
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
@@ -349,7 +350,7 @@ def test_full_disk(tmp_path: Path) -> None:
     assert done.stdout == ""
     (line,) = done.stderr.strip().splitlines()
     assert "cannot write the engine" in line
-    assert "target.rank0.safetensors" in line or "File too large" in line
+    assert "target.rank0.bin" in line or "File too large" in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -368,7 +369,7 @@ def test_an_engine_of_another_format_version_is_refused(engine: Path) -> None:
         EngineDir.open(engine)
 
 
-@pytest.mark.parametrize("name", ["network.json", "target.rank0.safetensors"])
+@pytest.mark.parametrize("name", ["network.json", "plan.json", "target.rank0.bin"])
 def test_a_changed_file_is_refused(engine: Path, name: str) -> None:
     content = bytearray((engine / name).read_bytes())
     content[len(content) // 2] ^= 1
@@ -378,7 +379,7 @@ def test_a_changed_file_is_refused(engine: Path, name: str) -> None:
 
 
 def test_a_truncated_or_missing_file_is_refused(engine: Path) -> None:
-    file = engine / "drafter.rank0.safetensors"
+    file = engine / "drafter.rank0.bin"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(EngineDirError, match=r"bytes, the manifest says"):
         EngineDir.open(engine)

@@ -168,7 +168,7 @@ def _add(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Opera
 
 
 def _split(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
-    return list(x[0].split(op.attrs["sizes"], dim=-1))
+    return list(torch.split(x[0], op.attrs["sizes"], dim=-1))
 
 
 def _concat(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from trtree.build.checkpoint import Checkpoint
+from trtree.build.engine_dir import EngineDirWriter, weights_file
 from trtree.build.lowering.reference import LinearImpl, ReferenceNetwork
 from trtree.build.lowering.weights import View, WeightPlan, plan_weights
 from trtree.build.network.network import Network, NetworkError, Owner, Weight
@@ -23,12 +24,26 @@ from trtree.plugins.nvfp4_linear.reference import PreparedLinear
 SUFFIX = "safetensors"
 
 
+def write_files(
+    out: EngineDirWriter,
+    networks: Mapping[str, Network],
+    weights: WeightPlan,
+    checkpoints: Mapping[Owner, Checkpoint],
+    progress: Callable[[int], None],
+) -> None:
+    """Write every owner's weights; the networks are stored as they are."""
+    del networks
+    for owner, checkpoint in checkpoints.items():
+        path = out.path / weights_file(owner, 0, SUFFIX)
+        write_weights(path, owner, weights, checkpoint, progress)
+
+
 def write_weights(
     path: Path,
     owner: Owner,
     plan: WeightPlan,
     checkpoint: Checkpoint,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None],
 ) -> None:
     """Stream the owner's stored weights from its checkpoint to one file.
 

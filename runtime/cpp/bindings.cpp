@@ -4,9 +4,15 @@
 namespace nb = nanobind;
 
 namespace trtree {
+void bind_cpu_engine(nb::module_& m);
 void bind_ddtree(nb::module_& m);
+void bind_dense_linear(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_executor(nb::module_& m);
+void bind_linear_bench(nb::module_& m);
+void bind_nvfp4_linear(nb::module_& m);
+void bind_parallel(nb::module_& m);
+void bind_thread_pool(nb::module_& m);
 }  // namespace trtree
 
 NB_MODULE(_core, m) {
@@ -16,4 +22,10 @@ NB_MODULE(_core, m) {
   trtree::bind_ddtree(m);
   trtree::bind_engine(m);
   trtree::bind_executor(m);
+  trtree::bind_parallel(m);
+  trtree::bind_thread_pool(m);
+  trtree::bind_dense_linear(m);
+  trtree::bind_nvfp4_linear(m);
+  trtree::bind_linear_bench(m);
+  trtree::bind_cpu_engine(m);
 }

@@ -30,9 +30,7 @@ void bind_requests(nb::module_& m) {
   nb::class_<SamplingConfig>(m, "SamplingConfig", "How the target's choice is made at each row.")
       .def(
           "__init__",
-          [](SamplingConfig* self, float temperature) {
-            new (self) SamplingConfig{temperature};
-          },
+          [](SamplingConfig* self, float temperature) { new (self) SamplingConfig{temperature}; },
           "temperature"_a = 0.0f)
       .def_rw("temperature", &SamplingConfig::temperature);
 

@@ -47,12 +47,12 @@ void check_speculation(const SpeculativeConfig& config, const Capabilities& capa
   const int32_t rows = verify_rows(capabilities, config);
   if (rows > capabilities.verify_width) {
     refuse("tree_budget " + to_string(config.tree_budget) + " needs a verify width of " +
-           to_string(rows) + "; the engine was built for " +
-           to_string(capabilities.verify_width));
+           to_string(rows) + "; the engine was built for " + to_string(capabilities.verify_width));
   }
   if (capabilities.tree_state == TreeState::kInexact && !executor.allow_unsafe_tree_state) {
-    refuse("this engine's recurrent state cannot branch exactly, so draft trees are refused; "
-           "use mode chain, or allow_unsafe_tree_state");
+    refuse(
+        "this engine's recurrent state cannot branch exactly, so draft trees are refused; "
+        "use mode chain, or allow_unsafe_tree_state");
   }
 }
 

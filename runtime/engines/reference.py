@@ -17,6 +17,7 @@ from trtree.build.lowering.reference_weights import SUFFIX, load_networks
 from trtree.build.network.network import Owner
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.runtime.engines.manifest import capabilities_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class ReferenceEngine(_core.Engine):
 
     def __init__(self, engine: EngineDir) -> None:
         super().__init__()
-        self._capabilities = _capabilities(engine)
+        self._capabilities = capabilities_of(engine)
         files: dict[Owner, str] = {"target": "target.rank0", "drafter": "drafter.rank0"}
         self._networks = load_networks(
             engine.networks(),
@@ -64,7 +65,7 @@ class ReferenceEngine(_core.Engine):
         inputs = {
             "token_ids": torch.tensor(batch.token_ids),
             "positions": torch.tensor(batch.positions),
-            "slots": _slots(segments.values()),
+            "slots": _slots(list(segments.values())),
             "packed_mask": torch.tensor(batch.packed_mask).reshape(-1, batch.mask_words),
             "output_rows": torch.tensor(batch.output_rows),
         }
@@ -132,12 +133,14 @@ class ReferenceEngine(_core.Engine):
     def _extend_drafter(self, step: _Step, accepted: Mapping[int, torch.Tensor]) -> None:
         if not accepted or step.captured is None:
             return
-        segments, global_rows = [], []
+        segments: list[AttentionSegment] = []
+        global_rows: list[torch.Tensor] = []
+        first = 0
         for request_id, rows in accepted.items():
             at = step.segments[request_id]
-            first = sum(len(chosen) for chosen in global_rows)
             segments.append(AttentionSegment(first, len(rows), at.prefix_length, at.pages))
             global_rows.append(at.first_row + rows)
+            first += len(rows)
         chosen = torch.cat(global_rows)
         inputs = {
             "captured": step.captured[chosen],
@@ -169,25 +172,6 @@ class ReferenceEngine(_core.Engine):
                     torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
                 )
         return caches
-
-
-def _capabilities(engine: EngineDir) -> _core.Capabilities:
-    build = engine.manifest["build_config"]
-    speculative = engine.manifest["speculative_config"]
-    c = _core.Capabilities()
-    c.backend = engine.manifest["backend"]
-    c.activations = build["activations"]
-    c.kv_layout = _core.KvLayout.PAGED
-    c.page_size = build["page_size"]
-    c.num_pages = build["num_pages"]
-    c.max_batch_size = build["max_batch_size"]
-    c.max_num_rows = build["max_num_rows"]
-    c.max_seq_len = build["max_seq_len"]
-    c.vocab_size = engine.manifest["pretrained_config"]["vocab_size"]
-    c.verify_width = speculative["max_verify_width"] if speculative else 1
-    c.block_size = speculative["block_size"] if speculative else 0
-    c.max_top_k = speculative["top_k"] if speculative else 0
-    return c
 
 
 def _segment(segment: _core.Segment) -> AttentionSegment:

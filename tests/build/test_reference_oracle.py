@@ -109,7 +109,9 @@ def test_target_against_transformers(tmp_path: Path, changes: dict[str, Any]) ->
     config = tiny_config(**changes)
     tensors = random_tensors(config)
     checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
-    options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine", page_size=4)
+    options = BuildOptions(
+        checkpoint=checkpoint, output=tmp_path / "engine", backend="reference", page_size=4
+    )
     _, engine = open_engine(builder.write(builder.describe(options)))
     token_ids = torch.randint(0, 80, (48,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
@@ -148,7 +150,7 @@ def test_drafter_against_the_published_package(demo_engine: Any, dequantized_dem
     from dflash.model import DFlashDraftModel, extract_context_feature
 
     theirs = DFlashDraftModel.from_pretrained(DEMO / "drafter", dtype=torch.float32).eval()
-    _, engine = open_engine(demo_engine(activations="float32", page_size=16))
+    _, engine = open_engine(demo_engine(backend="reference", activations="float32"))
     token_ids = torch.randint(0, 2048, (41,), generator=torch.Generator().manual_seed(2))
     config = json.loads((DEMO / "drafter" / "config.json").read_text())
     block, mask = config["block_size"], config["dflash_config"]["mask_token_id"]
@@ -181,7 +183,7 @@ def test_drafter_against_the_published_package(demo_engine: Any, dequantized_dem
 
 def test_captured_layers_are_the_published_ones(demo_engine: Any, dequantized_demo: Any) -> None:
     """Pitfall 2: per-layer RMS of captured states, so that an id off by one shows."""
-    _, engine = open_engine(demo_engine(activations="float32", page_size=16))
+    _, engine = open_engine(demo_engine(backend="reference", activations="float32"))
     token_ids = torch.randint(0, 2048, (20,), generator=torch.Generator().manual_seed(3))
     network = engine.networks["target"]
     captured: dict[str, torch.Tensor] = {}

@@ -116,6 +116,18 @@ def test_the_tree_is_no_deeper_than_the_tokens_still_wanted():
         assert depth <= 4 - done - 1
 
 
+@pytest.mark.parametrize("budget", [1, 4, 64])
+def test_the_drafters_block_does_not_follow_the_budget(budget: int) -> None:
+    """Pitfall 13: a small budget still spends its nodes over all of the block's depths."""
+    engine = ToyEngine(skill=8, block_size=6)
+    choices = [[0] * depth for depth in range(1, budget + 1)][:5]
+    executor = Executor(engine, ExecutorConfig(medusa_choices=choices))
+    run(executor, [Request([2], max_tokens=40, speculative=tree(budget, TreeKind.STATIC))])
+    depths = {int(b.positions.max() - b.positions.min()) for b in engine.batches[1:]}
+    assert max(depths) == min(budget, 5)
+    assert engine.c.block_size == 6
+
+
 def test_statistics_count_passes_and_tokens():
     engine = ToyEngine(skill=8, block_size=6)
     ((tokens, last),) = run(

@@ -41,7 +41,9 @@ def test_speculation_is_lossless(
     batch: list[tuple[list[int], SpeculativeConfig]],
     page_size: int,
 ) -> None:
-    session = demo_session(activations=activations, page_size=page_size, max_tree_budget=128)
+    session = demo_session(
+        backend="reference", activations=activations, page_size=page_size, max_tree_budget=128
+    )
 
     def run(requests: list[Request]) -> list[list[int]]:
         return [completion.token_ids for completion in session.complete_all(requests)]
@@ -54,7 +56,7 @@ def test_speculation_is_lossless(
 
 def test_text_the_pair_knows_is_drafted_well(demo_session: Callable[..., Session]) -> None:
     """Acceptance is real: several tokens per pass, more with a tree than with a chain."""
-    session = demo_session()
+    session = demo_session(backend="reference")
     prompt = session.tokenizer.encode("Permission is hereby granted, free of charge, to")
     lengths = {}
     for mode, budget in (("plain", 0), ("chain", 0), ("tree", 64)):
@@ -67,7 +69,7 @@ def test_text_the_pair_knows_is_drafted_well(demo_session: Callable[..., Session
 
 
 def test_a_commit_has_to_be_a_path_of_the_step(demo_session: Callable[..., Session]) -> None:
-    engine = demo_session().engine
+    engine = demo_session(backend="reference").engine
     at = _core.Sequence(7, 0, 0, [0, 1])
     engine.step(_core.RowBatch([_core.SegmentRequest(at, [5, 6, 7], [-1, 0, 0], [2])]))
     with pytest.raises(ValueError, match=r"request 7: rows \[0, 1, 2\] are no path"):
@@ -81,7 +83,7 @@ def test_a_commit_has_to_be_a_path_of_the_step(demo_session: Callable[..., Sessi
 
 def test_nan_is_an_error_that_says_where(demo_session: Callable[..., Session]) -> None:
     """Pitfall 27: a NaN never turns into silent zero acceptance."""
-    session = demo_session()
+    session = demo_session(backend="reference")
     cache = session.engine._caches["model.layers.0.self_attn.kv"]
     saved = cache.v[3].clone()
     executor = Executor(session.engine)

@@ -1,0 +1,336 @@
+"""The CPU lowering: networks -> a plan (ops over buffers) and packed weights.
+
+Splits and reshapes become views, and tensors share buffers once nothing reads them any
+more. The plan is plain JSON (``plan.json``); ``runtime/cpp/cpu/plan.hpp`` documents its
+fields. Weights are packed for the kernels (``plugins/nvfp4_linear/README.md``,
+``plugins/dense_linear/README.md``) and memory-mapped, each at a multiple of 64 bytes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from trtree.build.checkpoint import Checkpoint
+from trtree.build.engine_dir import PLAN, EngineDirWriter, weights_file
+from trtree.build.lowering.weights import View, WeightPlan
+from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
+from trtree.plugins.dense_linear import cpu as dense_cpu
+from trtree.plugins.nvfp4_linear import cpu as nvfp4_cpu
+from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
+
+SUFFIX = "bin"
+ALIGNMENT = 64
+TILE = 16  # output columns of a packed tile
+SEGMENTS = 8
+# Ops whose result is part of, or the same memory as, their input.
+_VIEWS = ("split", "reshape")
+
+
+def write_files(
+    out: EngineDirWriter,
+    networks: Mapping[str, Network],
+    weights: WeightPlan,
+    checkpoints: Mapping[Owner, Checkpoint],
+    progress: Callable[[int], None],
+) -> None:
+    """Write every owner's packed weights and ``plan.json``."""
+    entries: dict[str, dict[str, Any]] = {}
+    for owner, checkpoint in checkpoints.items():
+        path = out.path / weights_file(owner, 0, SUFFIX)
+        entries |= write_weights(path, owner, weights, checkpoint, progress)
+    out.json(PLAN, make_plan(networks, weights, entries))
+
+
+def write_weights(
+    path: Path,
+    owner: Owner,
+    plan: WeightPlan,
+    checkpoint: Checkpoint,
+    progress: Callable[[int], None],
+) -> dict[str, dict[str, Any]]:
+    """Stream the owner's weights, packed, to one file.
+
+    Returns plan entries by weight name. ``progress`` is told the bytes after each weight.
+
+    Raises:
+        NetworkError: a weight asks for activations that the kernels do not have.
+    """
+    entries = {}
+    with path.open("xb") as file:
+        for weight in plan.stored.values():
+            if weight.owner == owner:
+                start = file.tell()
+                entries[weight.name] = _write_weight(file, weight, checkpoint) | {"file": path.name}
+                progress(file.tell() - start)
+    return entries
+
+
+def stored_bytes(plan: WeightPlan, owner: Owner) -> int:
+    """What ``write_weights`` will write, padding aside."""
+    return sum(_packed_bytes(w) for w in plan.stored.values() if w.owner == owner)
+
+
+def make_plan(
+    networks: Mapping[str, Network], weights: WeightPlan, entries: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The JSON-able plan of all networks over the packed weights ``entries``."""
+    plan = _Plan(weights, entries)
+    lowered = {name: _lower(network, plan) for name, network in networks.items()}
+    return {
+        "networks": lowered,
+        "weights": list(plan.weights.values()),
+        "states": list(plan.states.values()),
+        "ropes": list(plan.ropes.values()),
+    }
+
+
+# Weights
+
+
+def _write_weight(file: BinaryIO, weight: Weight, checkpoint: Checkpoint) -> dict[str, Any]:
+    entry: dict[str, Any] = {"out_features": weight.shape[0], "bias_offset": -1}
+    if len(weight.shape) == 1:
+        values = checkpoint.tensor(f"{weight.modules[0]}.weight").float()
+        return entry | {"kind": "vector", "in_features": 0} | _append(file, values.numpy())
+    linear = checkpoint.linear(weight.modules)
+    entry["in_features"] = weight.shape[1]
+    if isinstance(linear.weight, QuantizedTensor):
+        entry |= {"kind": "nvfp4", "global_scale": float(linear.weight.global_scale)}
+        entry["input_scale"] = _input_scale(weight, linear.input_scale)
+        entry |= _append(file, nvfp4_cpu.pack(linear.weight))
+    else:
+        entry |= {"kind": "dense", "dtype": weight.dtype}
+        entry |= _append(file, dense_cpu.pack(linear.weight))
+    if linear.bias is not None:
+        entry["bias_offset"] = _append(file, linear.bias.float().numpy())["offset"]
+    return entry | {"segments": _segment_bounds(weight.shape[1])}
+
+
+def _input_scale(weight: Weight, stored: torch.Tensor | None) -> float:
+    if weight.activations == "bf16":
+        return 0.0
+    if weight.activations != "nvfp4" or stored is None:
+        raise NetworkError(
+            f"{weight.modules[0]}: the cpu backend has no {weight.activations} activations for "
+            "NVFP4 weights; use --activations nvfp4 or bf16, or --backend reference"
+        )
+    return float(stored)
+
+
+def _append(file: BinaryIO, data: np.ndarray[Any, Any]) -> dict[str, int]:
+    file.write(b"\0" * (-file.tell() % ALIGNMENT))
+    offset = file.tell()
+    file.write(np.ascontiguousarray(data).data)
+    return {"offset": offset, "bytes": data.nbytes}
+
+
+def _packed_bytes(weight: Weight) -> int:
+    bias = 4 * weight.shape[0] if weight.has_bias else 0
+    if len(weight.shape) == 1:
+        return 4 * weight.shape[0]
+    if weight.kind == "nvfp4":
+        return bias + nvfp4_cpu.packed_size(weight.shape[0], weight.shape[1])
+    return bias + dense_cpu.packed_size(weight.shape[0], weight.shape[1], weight.dtype)
+
+
+def _segment_bounds(in_features: int) -> list[int]:
+    """K is reduced in 8 segments of whole blocks, whatever the number of ranks."""
+    blocks = -(-in_features // BLOCK)
+    return [i * blocks // SEGMENTS for i in range(SEGMENTS + 1)]
+
+
+# Networks
+
+
+@dataclass
+class _Plan:
+    """Numbers the weights, states and RoPE tables that networks share."""
+
+    source: WeightPlan
+    entries: Mapping[str, dict[str, Any]]
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ropes: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+
+    def weight(self, name: str) -> int:
+        if name not in self.weights:
+            self.weights[name] = _view_entry(
+                name, self.source.views[name], self.source.stored, self.entries
+            )
+        return list(self.weights).index(name)
+
+    def state(self, network: Network, name: str) -> int:
+        state = network.states[name]
+        self.states.setdefault(
+            name,
+            {
+                "heads": state.heads,
+                "head_dim": state.head_dim,
+                "drafter": network.name != "target",
+            },
+        )
+        return list(self.states).index(name)
+
+    def rope(self, network: Network, op: Op) -> int:
+        table = {
+            "inv_freq": network.constants[op.attrs["inv_freq"]],
+            "scaling": op.attrs["scaling"],
+            "interleaved": op.attrs["interleaved"],
+        }
+        key = (*table["inv_freq"], table["scaling"], table["interleaved"])
+        self.ropes.setdefault(key, table)
+        return list(self.ropes).index(key)
+
+
+def _view_entry(
+    name: str, view: View, stored: Mapping[str, Weight], entries: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The plan entry of a weight that is rows of a stored one: whole tiles of its bytes."""
+    outer = entries[view.stored]
+    rows = stored[view.stored].shape[0]
+    if view.num_rows == rows:
+        return {"name": name, **outer}
+    if view.first_row % TILE or view.num_rows % TILE:
+        raise NetworkError(
+            f"{name}: rows {view.first_row} to {view.first_row + view.num_rows} of {view.stored} "
+            f"do not begin and end on a tile of {TILE}"
+        )
+    tile_bytes = outer["bytes"] // -(-rows // TILE)
+    entry = {"name": name, **outer, "out_features": view.num_rows}
+    entry["offset"] += view.first_row // TILE * tile_bytes
+    entry["bytes"] = view.num_rows // TILE * tile_bytes
+    if outer["bias_offset"] >= 0:
+        entry["bias_offset"] += 4 * view.first_row
+    return entry
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Columns ``offset`` to ``offset + width`` of a base tensor of ``stride`` columns."""
+
+    base: str
+    offset: int
+    width: int
+    stride: int
+
+
+def _lower(network: Network, plan: _Plan) -> dict[str, Any]:
+    places = _places(network)
+    kept = [op for op in network.ops if op.kind not in _VIEWS]
+    buffers, assigned = _assign_buffers(network, kept, places)
+    names = list(places)
+    ops = [_lower_op(network, op, plan, names) for op in kept]
+
+    def index(name: str | None) -> int:
+        return names.index(name) if name in places else -1
+
+    return {
+        "buffers": buffers,
+        "tensors": [
+            {
+                "buffer": assigned[place.base],
+                "offset": place.offset,
+                "width": place.width,
+                "stride": place.stride,
+            }
+            for place in places.values()
+        ],
+        "ops": ops,
+        "captured_input": index("captured" if "captured" in network.inputs else None),
+        "captured_output": index(network.outputs.get("captured")),
+        "logits": index(network.outputs.get("logits")),
+    }
+
+
+def _places(network: Network) -> dict[str, _Place]:
+    """Where each float tensor lies; integer tensors are not in buffers."""
+    places: dict[str, _Place] = {}
+    for name in network.inputs:
+        if network.tensors[name].dtype != "int32":
+            width = _width(network, name)
+            places[name] = _Place(name, 0, width, width)
+    for op in network.ops:
+        if op.kind in _VIEWS:
+            outer, column = places[op.inputs[0]], 0
+            for name in op.outputs:
+                width = _width(network, name)
+                places[name] = _Place(outer.base, outer.offset + column, width, outer.stride)
+                column += width
+        elif op.kind not in ("argmax", "top_k_log_probs"):  # those end outside of buffers
+            for name in op.outputs:
+                width = _width(network, name)
+                places[name] = _Place(name, 0, width, width)
+    return places
+
+
+def _width(network: Network, name: str) -> int:
+    width = 1
+    for dim in network.tensors[name].shape[1:]:
+        width *= int(dim)
+    return width
+
+
+def _assign_buffers(
+    network: Network, ops: list[Op], places: Mapping[str, _Place]
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Give each base tensor a buffer; a buffer is free again after its tensor's last use."""
+    last_use: dict[str, int] = {}
+    for step, op in enumerate(ops):
+        for name in (*op.inputs, *op.outputs):
+            if name in places:
+                last_use[places[name].base] = step
+    for name in network.outputs.values():
+        if name in places:
+            last_use[places[name].base] = len(ops)  # read after the run
+    buffers: list[dict[str, Any]] = []
+    assigned: dict[str, int] = {}
+
+    def take(base: str, step: int) -> None:
+        per_output = network.tensors[base].shape[0] == "outputs"
+        busy = {assigned[b] for b in assigned if last_use.get(b, -1) >= step}
+        for index, buffer in enumerate(buffers):
+            if index not in busy and buffer["per_output"] == per_output:
+                break
+        else:
+            index = len(buffers)
+            buffers.append({"width": 0, "per_output": per_output})
+        buffers[index]["width"] = max(buffers[index]["width"], places[base].stride)
+        assigned[base] = index
+
+    for name in network.inputs:
+        if name in places:
+            take(name, 0)
+    for step, op in enumerate(ops):
+        for name in op.outputs:
+            if name in places:
+                take(name, step)
+    return buffers, assigned
+
+
+def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[str, Any]:
+    lowered: dict[str, Any] = {
+        "kind": op.kind,
+        "name": op.name,
+        "inputs": [names.index(name) for name in op.inputs if name in names],
+        "outputs": [names.index(name) for name in op.outputs if name in names],
+    }
+    if op.weights:
+        lowered["weight"] = plan.weight(op.weights[0])
+    if op.state:
+        lowered["state"] = plan.state(network, op.state)
+    shape = network.tensors[op.inputs[0]].shape
+    if len(shape) == 3:  # [rows, heads, head_dim]
+        lowered["heads"] = int(shape[1])
+    if op.kind == "rms_norm":
+        lowered["eps"] = op.attrs["eps"]
+    elif op.kind == "rotary_embedding":
+        lowered["rope"] = plan.rope(network, op)
+    elif op.kind == "tree_attention":
+        lowered["scale"] = op.attrs["scale"]
+        lowered["window"] = op.attrs["window"] or 0
+        lowered["causal_mask"] = op.inputs[1] == "causal_mask"
+    return lowered

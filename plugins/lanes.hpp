@@ -1,0 +1,110 @@
+// Sixteen float32 lanes on whatever instruction set the translation unit is compiled for.
+// Every operation rounds as IEEE says, fma once, so all of them agree to the bit.
+// Internal linkage, for the reason given in linear_tiles.hpp.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace trtree {
+namespace {
+
+using Lanes = float __attribute__((vector_size(64)));
+using IntLanes = int32_t __attribute__((vector_size(64)));
+constexpr int kLanes = 16;
+
+inline Lanes load(const float* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return lanes;
+}
+
+inline void store(float* to, const Lanes& lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
+
+inline Lanes fill(float value) { return Lanes{} + value; }
+
+inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  union Halves {
+    Lanes whole;
+    __m256 half[2];
+  };
+  const Halves x{a}, y{b}, z{c};
+  Halves result;
+  for (int i = 0; i < 2; ++i) result.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+  return result.whole;
+#else
+  Lanes result;
+  for (int i = 0; i < kLanes; ++i) result[i] = std::fma(a[i], b[i], c[i]);
+  return result;
+#endif
+}
+
+inline Lanes max(const Lanes& a, const Lanes& b) { return a > b ? a : b; }
+
+// Lane i is folded with lane i + 8, then i + 4, i + 2, i + 1.
+template <typename Fold>
+inline float reduce(const Lanes& lanes, const Fold& fold) {
+  float folded[kLanes];
+  std::memcpy(folded, &lanes, sizeof(folded));
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) folded[i] = fold(folded[i], folded[i + half]);
+  }
+  return folded[0];
+}
+
+inline float sum(const Lanes& lanes) {
+  return reduce(lanes, [](float a, float b) { return a + b; });
+}
+
+// The sums of four vectors at once, each added up in the order of `sum`.
+inline void sum4(const Lanes (&lanes)[4], float* sums) {
+#ifdef __AVX2__
+  __m128 quarter[4];
+  for (int i = 0; i < 4; ++i) {
+    union Halves {
+      Lanes whole;
+      __m256 half[2];
+    };
+    const Halves x{lanes[i]};
+    const __m256 eight = _mm256_add_ps(x.half[0], x.half[1]);
+    quarter[i] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  }
+  _MM_TRANSPOSE4_PS(quarter[0], quarter[1], quarter[2], quarter[3]);
+  _mm_storeu_ps(sums,
+                _mm_add_ps(_mm_add_ps(quarter[0], quarter[2]), _mm_add_ps(quarter[1], quarter[3])));
+#else
+  for (int i = 0; i < 4; ++i) sums[i] = sum(lanes[i]);
+#endif
+}
+
+// exp(x) for x <= 0 within 2 units in the last place; 0 below -87.
+inline Lanes exp_negative(Lanes x) {
+  constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const IntLanes underflow = x < -87.0f;
+  x = underflow ? fill(-87.0f) : x;
+  const Lanes n = fma(x, fill(kLog2E), fill(kRound)) - kRound;
+  Lanes r = fma(n, fill(-kLn2High), x);
+  r = fma(n, fill(-kLn2Low), r);
+  // Cephes' expf: exp(r) = 1 + r + r^2 p(r) on |r| <= ln(2) / 2.
+  Lanes p = fill(1.9875691500e-4f);
+  p = fma(p, r, fill(1.3981999507e-3f));
+  p = fma(p, r, fill(8.3334519073e-3f));
+  p = fma(p, r, fill(4.1665795894e-2f));
+  p = fma(p, r, fill(1.6666665459e-1f));
+  p = fma(p, r, fill(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  const IntLanes exponent = (__builtin_convertvector(n, IntLanes) + 127) << 23;
+  const Lanes result = p * __builtin_bit_cast(Lanes, exponent);
+  return underflow ? Lanes{} : result;
+}
+
+}  // namespace
+}  // namespace trtree

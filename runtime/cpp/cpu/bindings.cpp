@@ -1,0 +1,147 @@
+// The CPU engine and its plan, seen from Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "runtime/cpp/cpu/cpu_engine.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace trtree {
+
+namespace {
+
+using namespace cpu;
+
+// Plan structs are filled attribute by attribute from plan.json (runtime/engines/cpu.py).
+void bind_plan(nb::module_& m) {
+  nb::enum_<OpKind>(m, "OpKind")
+      .value("add", OpKind::kAdd)
+      .value("argmax", OpKind::kArgmax)
+      .value("concat", OpKind::kConcat)
+      .value("embedding", OpKind::kEmbedding)
+      .value("gather_rows", OpKind::kGatherRows)
+      .value("kv_append", OpKind::kKvAppend)
+      .value("linear", OpKind::kLinear)
+      .value("rms_norm", OpKind::kRmsNorm)
+      .value("rotary_embedding", OpKind::kRotaryEmbedding)
+      .value("silu_mul", OpKind::kSiluMul)
+      .value("top_k_log_probs", OpKind::kTopKLogProbs)
+      .value("tree_attention", OpKind::kTreeAttention);
+  nb::enum_<WeightKind>(m, "WeightKind")
+      .value("nvfp4", WeightKind::kNvfp4)
+      .value("dense", WeightKind::kDense)
+      .value("vector", WeightKind::kVector);
+  nb::class_<PlanTensor>(m, "PlanTensor")
+      .def(nb::init<>())
+      .def_rw("buffer", &PlanTensor::buffer)
+      .def_rw("offset", &PlanTensor::offset)
+      .def_rw("width", &PlanTensor::width)
+      .def_rw("stride", &PlanTensor::stride);
+  nb::class_<PlanBuffer>(m, "PlanBuffer")
+      .def(nb::init<>())
+      .def_rw("width", &PlanBuffer::width)
+      .def_rw("per_output", &PlanBuffer::per_output);
+  nb::class_<PlanOp>(m, "PlanOp")
+      .def(nb::init<>())
+      .def_rw("kind", &PlanOp::kind)
+      .def_rw("name", &PlanOp::name)
+      .def_rw("inputs", &PlanOp::inputs)
+      .def_rw("outputs", &PlanOp::outputs)
+      .def_rw("weight", &PlanOp::weight)
+      .def_rw("state", &PlanOp::state)
+      .def_rw("rope", &PlanOp::rope)
+      .def_rw("heads", &PlanOp::heads)
+      .def_rw("scale", &PlanOp::scale)
+      .def_rw("eps", &PlanOp::eps)
+      .def_rw("window", &PlanOp::window)
+      .def_rw("causal_mask", &PlanOp::causal_mask);
+  nb::class_<PlanNetwork>(m, "PlanNetwork")
+      .def(nb::init<>())
+      .def_rw("buffers", &PlanNetwork::buffers)
+      .def_rw("tensors", &PlanNetwork::tensors)
+      .def_rw("ops", &PlanNetwork::ops)
+      .def_rw("captured_input", &PlanNetwork::captured_input)
+      .def_rw("captured_output", &PlanNetwork::captured_output)
+      .def_rw("logits", &PlanNetwork::logits);
+  nb::class_<PlanWeight>(m, "PlanWeight")
+      .def(nb::init<>())
+      .def_rw("kind", &PlanWeight::kind)
+      .def_rw("file", &PlanWeight::file)
+      .def_rw("offset", &PlanWeight::offset)
+      .def_rw("bytes", &PlanWeight::bytes)
+      .def_rw("bias_offset", &PlanWeight::bias_offset)
+      .def_rw("out_features", &PlanWeight::out_features)
+      .def_rw("in_features", &PlanWeight::in_features)
+      .def_rw("dtype", &PlanWeight::dtype)
+      .def_rw("global_scale", &PlanWeight::global_scale)
+      .def_rw("input_scale", &PlanWeight::input_scale)
+      .def_rw("segments", &PlanWeight::segments);
+  nb::class_<PlanState>(m, "PlanState")
+      .def(nb::init<>())
+      .def_rw("heads", &PlanState::heads)
+      .def_rw("head_dim", &PlanState::head_dim)
+      .def_rw("drafter", &PlanState::drafter);
+  nb::class_<PlanRope>(m, "PlanRope")
+      .def(nb::init<>())
+      .def_rw("inv_freq", &PlanRope::inv_freq)
+      .def_rw("scaling", &PlanRope::scaling)
+      .def_rw("interleaved", &PlanRope::interleaved);
+  nb::class_<Plan>(m, "Plan")
+      .def(nb::init<>())
+      .def_rw("directory", &Plan::directory)
+      .def_rw("networks", &Plan::networks)
+      .def_rw("weights", &Plan::weights)
+      .def_rw("states", &Plan::states)
+      .def_rw("ropes", &Plan::ropes);
+}
+
+nb::list copies(const std::vector<Matrix>& matrices) {
+  nb::list result;
+  for (const Matrix& matrix : matrices) {
+    auto* const data = new float[matrix.rows * matrix.width];
+    for (int64_t r = 0; r < matrix.rows; ++r) {
+      std::copy_n(matrix.row(r), matrix.width, data + r * matrix.width);
+    }
+    const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+    result.append(nb::ndarray<nb::numpy, float, nb::ndim<2>>(
+        data, {static_cast<size_t>(matrix.rows), static_cast<size_t>(matrix.width)}, owner));
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_cpu_engine(nb::module_& m) {
+  nb::module_ sub = m.def_submodule("cpu", "The CPU engine and its plan.");
+  bind_plan(sub);
+  nb::class_<CpuEngine, Engine>(sub, "CpuEngine", "Runs a plan; see runtime/cpp/cpu.")
+      .def(
+          "__init__",
+          [](CpuEngine* self, Plan plan, Capabilities capabilities, int32_t mask_token_id,
+             int num_threads, const std::string& isa) {
+            new (self) CpuEngine(std::move(plan), std::move(capabilities), mask_token_id,
+                                 num_threads, isa_from_name(isa));
+          },
+          "plan"_a, "capabilities"_a, "mask_token_id"_a, "num_threads"_a, "isa"_a = "",
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "observe",
+          [](CpuEngine& self, nb::object callback) {
+            if (callback.is_none()) return self.observe({});
+            self.observe([callback](const std::string& network, const PlanOp& op,
+                                    const std::vector<Matrix>& inputs,
+                                    const std::vector<Matrix>& outputs) {
+              const nb::gil_scoped_acquire gil;
+              callback(network, op.name, copies(inputs), copies(outputs));
+            });
+          },
+          "callback"_a.none(),
+          "Call callback(network, op, inputs, outputs) after every op, with copies "
+          "float32 [rows, width]; None ends it.");
+}
+
+}  // namespace trtree

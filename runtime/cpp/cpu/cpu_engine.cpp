@@ -1,0 +1,203 @@
+#include "runtime/cpp/cpu/cpu_engine.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace trtree::cpu {
+
+namespace {
+
+attention::Segment attention_segment(const Sequence& sequence, int32_t first_row,
+                                     int32_t num_rows) {
+  return {first_row, num_rows, sequence.committed_length, sequence.pages};
+}
+
+// Slots of a segment must lie in its request's pages: a missing page would be page 0, and
+// somebody else's.
+void check_pages(const Sequence& sequence, int32_t num_rows, const Capabilities& capabilities) {
+  const int64_t slots = static_cast<int64_t>(sequence.pages.size()) * capabilities.page_size;
+  if (sequence.committed_length + num_rows > slots) {
+    throw std::invalid_argument("request " + std::to_string(sequence.request_id) + ": " +
+                                std::to_string(sequence.committed_length + num_rows) +
+                                " KV slots in " + std::to_string(sequence.pages.size()) +
+                                " pages of " + std::to_string(capabilities.page_size));
+  }
+  for (const int32_t page : sequence.pages) {
+    if (page < 0 || page >= capabilities.num_pages) {
+      throw std::invalid_argument("request " + std::to_string(sequence.request_id) + ": page " +
+                                  std::to_string(page) + " of " +
+                                  std::to_string(capabilities.num_pages));
+    }
+  }
+}
+
+void check_token(int32_t token, const Capabilities& capabilities) {
+  if (token < 0 || token >= capabilities.vocab_size) {
+    throw std::invalid_argument("token id " + std::to_string(token) +
+                                " is outside the vocabulary of " +
+                                std::to_string(capabilities.vocab_size));
+  }
+}
+
+}  // namespace
+
+CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id, int num_threads,
+                     Isa isa)
+    : plan_(std::move(plan)),
+      capabilities_(std::move(capabilities)),
+      mask_token_id_(mask_token_id),
+      threads_(num_threads),
+      weights_(plan_) {
+  const int64_t slots = static_cast<int64_t>(capabilities_.num_pages) * capabilities_.page_size;
+  int64_t floats = 0;
+  for (const PlanState& state : plan_.states) floats += 2 * slots * state.heads * state.head_dim;
+  pool_.reset(static_cast<float*>(std::calloc(floats, sizeof(float))));
+  if (!pool_)
+    throw std::runtime_error("no memory for " + std::to_string(floats * 4) + " bytes of KV");
+  float* next = pool_.get();
+  for (const PlanState& state : plan_.states) {
+    const int64_t size = slots * state.heads * state.head_dim;
+    caches_.push_back({next, next + size, capabilities_.page_size, state.heads, state.head_dim});
+    next += 2 * size;
+  }
+  for (const auto& [name, network] : plan_.networks) {
+    runners_[name] =
+        std::make_unique<NetworkRunner>(plan_, network, weights_, caches_, threads_, isa);
+  }
+}
+
+StepResult CpuEngine::step(const RowBatch& batch) {
+  StepRows rows;
+  segments_ = batch.segments;
+  for (const Segment& segment : segments_) {
+    check_pages(segment.sequence, segment.num_rows, capabilities_);
+    rows.segments.push_back(
+        attention_segment(segment.sequence, segment.first_row, segment.num_rows));
+  }
+  for (const int32_t token : batch.token_ids) check_token(token, capabilities_);
+  rows.token_ids = batch.token_ids;
+  rows.positions = positions_ = batch.positions;
+  rows.output_rows = batch.output_rows;
+  parents_ = batch.parents;
+  rows.visibility.assign(rows.segments, batch.packed_mask, batch.mask_words);
+
+  NetworkRunner& target = runner("target");
+  target.prepare(rows.num_rows(), rows.num_outputs());
+  run("target", rows, 0);
+  StepResult result{target.outputs().argmax, {}};
+  const Matrix logits = target.tensor(plan_.networks.at("target").logits);
+  for (int64_t r = 0; r < rows.num_outputs(); ++r) {
+    if (!batch.needs_logits[r]) continue;
+    result.logits.insert(result.logits.end(), logits.row(r), logits.row(r) + logits.width);
+  }
+  return result;
+}
+
+void CpuEngine::commit(const std::vector<Commit>& commits) {
+  for (const Commit& commit : commits) check_path(commit);
+  threads_.parallel_for(static_cast<int64_t>(commits.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Segment& segment = segment_of(commits[i].sequence.request_id);
+      const auto at = attention_segment(segment.sequence, segment.first_row, segment.num_rows);
+      // A path without gaps is where it has to be already.
+      if (commits[i].rows.empty() ||
+          commits[i].rows.back() + 1 == static_cast<int32_t>(commits[i].rows.size())) {
+        continue;
+      }
+      for (size_t s = 0; s < caches_.size(); ++s) {
+        if (!plan_.states[s].drafter) attention::commit(caches_[s], at, commits[i].rows);
+      }
+    }
+  });
+  extend_drafter(commits);
+}
+
+void CpuEngine::extend_drafter(const std::vector<Commit>& commits) {
+  if (!runners_.contains("drafter_context")) return;
+  StepRows rows;
+  std::vector<int32_t> captured_rows;
+  for (const Commit& commit : commits) {
+    if (!commit.extend_drafter || commit.rows.empty()) continue;
+    const Segment& segment = segment_of(commit.sequence.request_id);
+    rows.segments.push_back(attention_segment(segment.sequence,
+                                              static_cast<int32_t>(captured_rows.size()),
+                                              static_cast<int32_t>(commit.rows.size())));
+    for (const int32_t row : commit.rows) {
+      captured_rows.push_back(segment.first_row + row);
+      rows.positions.push_back(positions_[segment.first_row + row]);
+    }
+  }
+  if (captured_rows.empty()) return;
+  NetworkRunner& context = runner("drafter_context");
+  context.prepare(rows.num_rows(), 0);
+  const Matrix from = runner("target").tensor(plan_.networks.at("target").captured_output);
+  const Matrix to = context.tensor(plan_.networks.at("drafter_context").captured_input);
+  for (size_t i = 0; i < captured_rows.size(); ++i) {
+    std::memcpy(to.row(static_cast<int64_t>(i)), from.row(captured_rows[i]),
+                to.width * sizeof(float));
+  }
+  run("drafter_context", rows, 0);
+}
+
+DraftResult CpuEngine::draft(const std::vector<DraftRequest>& requests, int32_t top_k) {
+  const int32_t block = capabilities_.block_size;
+  StepRows rows;
+  for (const DraftRequest& request : requests) {
+    check_pages(request.sequence, block, capabilities_);
+    check_token(request.bonus_token, capabilities_);
+    const auto first = static_cast<int32_t>(rows.num_rows());
+    rows.segments.push_back(attention_segment(request.sequence, first, block));
+    for (int32_t slot = 0; slot < block; ++slot) {
+      rows.token_ids.push_back(slot == 0 ? request.bonus_token : mask_token_id_);
+      rows.positions.push_back(request.sequence.committed_length + slot);
+      if (slot > 0) rows.output_rows.push_back(first + slot);
+    }
+  }
+  rows.visibility.assign_blocks(rows.segments, false);
+  rows.causal_visibility.assign_blocks(rows.segments, true);
+  NetworkRunner& drafter = runner("drafter_block");
+  drafter.prepare(rows.num_rows(), rows.num_outputs());
+  run("drafter_block", rows, top_k);
+  return {block - 1, top_k, drafter.outputs().log_probs, drafter.outputs().token_ids};
+}
+
+void CpuEngine::run(const std::string& network, const StepRows& rows, int32_t top_k) {
+  NetworkRunner& runs = runner(network);
+  if (!observer_) return runs.run(rows, top_k);
+  runs.run(rows, top_k, [&](const PlanOp& op) {
+    std::vector<Matrix> inputs, outputs;
+    for (const int32_t input : op.inputs) inputs.push_back(runs.tensor(input));
+    for (const int32_t output : op.outputs) outputs.push_back(runs.tensor(output));
+    observer_(network, op, inputs, outputs);
+  });
+}
+
+const Segment& CpuEngine::segment_of(int64_t request_id) const {
+  const auto found = std::find_if(segments_.begin(), segments_.end(), [&](const Segment& s) {
+    return s.sequence.request_id == request_id;
+  });
+  if (found == segments_.end()) {
+    throw std::invalid_argument("request " + std::to_string(request_id) +
+                                ": commit without rows in the last step");
+  }
+  return *found;
+}
+
+void CpuEngine::check_path(const Commit& commit) const {
+  const Segment& segment = segment_of(commit.sequence.request_id);
+  int32_t previous = -1;
+  for (const int32_t row : commit.rows) {
+    if (row < 0 || row >= segment.num_rows || parents_[segment.first_row + row] != previous) {
+      throw std::invalid_argument("request " + std::to_string(commit.sequence.request_id) +
+                                  ": commit of row " + std::to_string(row) + " after row " +
+                                  std::to_string(previous) + " is no path of the step's " +
+                                  std::to_string(segment.num_rows) + " rows");
+    }
+    previous = row;
+  }
+}
+
+}  // namespace trtree::cpu

@@ -1,0 +1,61 @@
+// The engine for machines without a GPU: a plan over packed, memory-mapped weights.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "runtime/cpp/cpu/network_runner.hpp"
+#include "runtime/cpp/engine.hpp"
+#include "runtime/cpp/thread_pool.hpp"
+
+namespace trtree::cpu {
+
+class CpuEngine final : public Engine {
+ public:
+  // `capabilities` say the pool's pages and the limits; mask_token_id fills a block's
+  // slots behind the bonus token. Throws std::runtime_error or std::invalid_argument.
+  CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id, int num_threads, Isa isa);
+
+  Capabilities capabilities() const override { return capabilities_; }
+  StepResult step(const RowBatch& batch) override;
+  void commit(const std::vector<Commit>& commits) override;
+  DraftResult draft(const std::vector<DraftRequest>& requests, int32_t top_k) override;
+
+  // Look at every op's operands and results, as tests and tools do; {} ends it.
+  using Observer =
+      std::function<void(const std::string& network, const PlanOp& op,
+                         const std::vector<Matrix>& inputs, const std::vector<Matrix>& outputs)>;
+  void observe(Observer observer) { observer_ = std::move(observer); }
+
+ private:
+  void run(const std::string& network, const StepRows& rows, int32_t top_k);
+  void extend_drafter(const std::vector<Commit>& commits);
+  const Segment& segment_of(int64_t request_id) const;
+  void check_path(const Commit& commit) const;
+  NetworkRunner& runner(const std::string& name) { return *runners_.at(name); }
+
+  const Plan plan_;
+  const Capabilities capabilities_;
+  const int32_t mask_token_id_;
+  ThreadPool threads_;
+  const WeightTable weights_;
+  // KV of all states, k then v of each. calloc: untouched pages take no memory.
+  std::unique_ptr<float, decltype(&std::free)> pool_{nullptr, &std::free};
+  std::vector<attention::PagedKv> caches_;
+  std::unordered_map<std::string, std::unique_ptr<NetworkRunner>> runners_;
+
+  Observer observer_;
+
+  // The last step, for the commit that follows it.
+  std::vector<Segment> segments_;
+  std::vector<int32_t> parents_;
+  std::vector<int32_t> positions_;
+};
+
+}  // namespace trtree::cpu

@@ -1,0 +1,211 @@
+#include "runtime/cpp/cpu/network_runner.hpp"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "plugins/ddtree/ddtree.hpp"
+
+namespace trtree::cpu {
+
+WeightTable::WeightTable(const Plan& plan) {
+  for (size_t i = 0; i < plan.weights.size(); ++i) {
+    const PlanWeight& weight = plan.weights[i];
+    const auto& file =
+        files_.try_emplace(weight.file, plan.directory + "/" + weight.file).first->second;
+    const int64_t bias_end =
+        weight.bias_offset < 0 ? 0 : weight.bias_offset + 4 * weight.out_features;
+    const auto size = static_cast<int64_t>(file.bytes().size());
+    if (weight.offset + weight.bytes > size || bias_end > size) {
+      throw std::runtime_error(plan.directory + "/" + weight.file + ": " + std::to_string(size) +
+                               " bytes, the plan reads up to " +
+                               std::to_string(std::max(weight.offset + weight.bytes, bias_end)));
+    }
+    const auto bytes = file.bytes().subspan(weight.offset, weight.bytes);
+    const float* const bias =
+        weight.bias_offset < 0
+            ? nullptr
+            : reinterpret_cast<const float*>(file.bytes().data() + weight.bias_offset);
+    const auto index = static_cast<int32_t>(i);
+    if (weight.kind == WeightKind::kVector) {
+      vectors_[index] = reinterpret_cast<const float*>(bytes.data());
+      continue;
+    }
+    const int64_t blocks = (weight.in_features + kBlock - 1) / kBlock;
+    const Segments segments = Segments::from_bounds(weight.segments, blocks);
+    if (weight.kind == WeightKind::kNvfp4) {
+      nvfp4_[index] = {
+          bytes, weight.out_features, weight.in_features, weight.global_scale, segments, bias};
+    } else {
+      dense_[index] = {bytes,
+                       weight.out_features,
+                       weight.in_features,
+                       dense::dtype_from_name(weight.dtype),
+                       segments,
+                       bias};
+    }
+  }
+}
+
+NetworkRunner::NetworkRunner(const Plan& plan, const PlanNetwork& network,
+                             const WeightTable& weights, std::span<const attention::PagedKv> caches,
+                             Parallel& parallel, Isa isa)
+    : plan_(plan),
+      network_(network),
+      weights_(weights),
+      caches_(caches),
+      parallel_(parallel),
+      isa_(isa),
+      buffers_(network.buffers.size()),
+      angles_(plan.ropes.size()) {}
+
+void NetworkRunner::prepare(int64_t num_rows, int64_t num_outputs) {
+  num_rows_ = num_rows;
+  num_outputs_ = num_outputs;
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    const PlanBuffer& buffer = network_.buffers[i];
+    const auto size =
+        static_cast<size_t>((buffer.per_output ? num_outputs : num_rows) * buffer.width);
+    if (buffers_[i].size() < size) buffers_[i].resize(size);
+  }
+}
+
+Matrix NetworkRunner::tensor(int32_t index) const {
+  const PlanTensor& tensor = network_.tensors[index];
+  const bool per_output = network_.buffers[tensor.buffer].per_output;
+  // Buffers belong to the runner; a const runner still hands out writable rows to its ops.
+  float* const data = const_cast<float*>(buffers_[tensor.buffer].data());
+  return {data + tensor.offset, per_output ? num_outputs_ : num_rows_, tensor.width, tensor.stride};
+}
+
+void NetworkRunner::run(const StepRows& rows, int32_t top_k, const Observer& observer) {
+  for (auto& angles : angles_) angles.clear();
+  for (const PlanOp& op : network_.ops) {
+    run_op(op, rows, top_k);
+    if (observer) observer(op);
+  }
+}
+
+void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k) {
+  switch (op.kind) {
+    case OpKind::kAdd:
+      add(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_);
+      break;
+    case OpKind::kArgmax:
+      outputs_.argmax.resize(num_outputs_);
+      argmax(tensor(op.inputs[0]), op.name, outputs_.argmax.data(), parallel_);
+      break;
+    case OpKind::kConcat:
+      concat(op);
+      break;
+    case OpKind::kEmbedding:
+      embedding(op, rows);
+      break;
+    case OpKind::kGatherRows:
+      gather_rows(op, rows);
+      break;
+    case OpKind::kKvAppend: {
+      const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
+      attention::append(caches_[op.state], rows.segments, {k.data, k.stride}, {v.data, v.stride});
+      break;
+    }
+    case OpKind::kLinear:
+      linear(op);
+      break;
+    case OpKind::kRmsNorm:
+      rms_norm(tensor(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
+               tensor(op.outputs[0]), parallel_);
+      break;
+    case OpKind::kRotaryEmbedding:
+      rotate(op, rows);
+      break;
+    case OpKind::kSiluMul:
+      silu_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_, isa_);
+      break;
+    case OpKind::kTopKLogProbs:
+      top_k_log_probs(op, top_k);
+      break;
+    case OpKind::kTreeAttention:
+      tree_attention(op, rows);
+      break;
+  }
+}
+
+void NetworkRunner::linear(const PlanOp& op) {
+  const Matrix x = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
+  const PlanWeight& weight = plan_.weights[op.weight];
+  if (weight.kind == WeightKind::kDense) {
+    dense_input_.assign(x.data, x.rows, x.width, x.stride);
+    dense::linear(weights_.dense(op.weight), dense_input_, {y.data, y.stride}, parallel_, isa_);
+    return;
+  }
+  if (weight.input_scale > 0) {
+    nvfp4_input_.quantize(x.data, x.rows, x.width, x.stride, weight.input_scale, parallel_, isa_);
+  } else {
+    nvfp4_input_.round_to_bf16(x.data, x.rows, x.width, x.stride, parallel_, isa_);
+  }
+  nvfp4::linear(weights_.nvfp4(op.weight), nvfp4_input_, {y.data, y.stride}, parallel_, isa_);
+}
+
+void NetworkRunner::embedding(const PlanOp& op, const StepRows& rows) {
+  const Matrix y = tensor(op.outputs[0]);
+  const dense::Weight& table = weights_.dense(op.weight);
+  for (int64_t r = 0; r < y.rows; ++r) dense::unpack_row(table, rows.token_ids[r], y.row(r));
+}
+
+void NetworkRunner::tree_attention(const PlanOp& op, const StepRows& rows) {
+  const Matrix q = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
+  attention::Attention call;
+  call.cache = caches_[op.state];
+  call.segments = rows.segments;
+  call.visibility = op.causal_mask ? &rows.causal_visibility : &rows.visibility;
+  call.positions = rows.positions;
+  call.q = {q.data, q.stride};
+  call.query_heads = op.heads;
+  call.scale = op.scale;
+  call.window = op.window;
+  call.output = y.data;
+  call.output_stride = y.stride;
+  attention::attend(call, parallel_, isa_);
+}
+
+void NetworkRunner::rotate(const PlanOp& op, const StepRows& rows) {
+  const PlanRope& rope = plan_.ropes[op.rope];
+  std::vector<double>& angles = angles_[op.rope];
+  if (angles.empty()) {  // the same for every layer of the step
+    angles.resize(2 * rope.inv_freq.size() * num_rows_);
+    rotary_angles(rows.positions, rope, angles.data());
+  }
+  rotary_embedding(tensor(op.inputs[0]), angles.data(), rope, op.heads, tensor(op.outputs[0]),
+                   parallel_);
+}
+
+void NetworkRunner::concat(const PlanOp& op) {
+  const Matrix y = tensor(op.outputs[0]);
+  int64_t column = 0;
+  for (const int32_t input : op.inputs) {
+    const Matrix x = tensor(input);
+    for (int64_t r = 0; r < y.rows; ++r) {
+      std::memcpy(y.row(r) + column, x.row(r), x.width * sizeof(float));
+    }
+    column += x.width;
+  }
+}
+
+void NetworkRunner::gather_rows(const PlanOp& op, const StepRows& rows) {
+  const Matrix x = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
+  for (int64_t r = 0; r < y.rows; ++r) {
+    std::memcpy(y.row(r), x.row(rows.output_rows[r]), y.width * sizeof(float));
+  }
+}
+
+void NetworkRunner::top_k_log_probs(const PlanOp& op, int32_t top_k) {
+  const Matrix logits = tensor(op.inputs[0]);
+  const auto size = static_cast<size_t>(logits.rows) * top_k;
+  outputs_.log_probs.resize(size);
+  outputs_.token_ids.resize(size);
+  ddtree::top_k_log_probs({logits.data, static_cast<size_t>(logits.rows * logits.width)},
+                          static_cast<int32_t>(logits.rows), static_cast<int32_t>(logits.width),
+                          top_k, parallel_.num_threads(), outputs_.log_probs, outputs_.token_ids);
+}
+
+}  // namespace trtree::cpu

@@ -1,0 +1,103 @@
+// What build/lowering/cpu.py decided: the networks as flat lists of ops over buffers and
+// memory-mapped weights. Plain data, filled by the bindings from plan.json.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "plugins/linear_job.hpp"
+
+namespace trtree::cpu {
+
+enum class OpKind {
+  kAdd,
+  kArgmax,
+  kConcat,
+  kEmbedding,
+  kGatherRows,
+  kKvAppend,
+  kLinear,
+  kRmsNorm,
+  kRotaryEmbedding,
+  kSiluMul,
+  kTopKLogProbs,
+  kTreeAttention,
+};
+
+// A float32 matrix [rows or outputs, width] inside a buffer; splits and reshapes of a
+// tensor are views of it.
+struct PlanTensor {
+  int32_t buffer = 0;
+  int64_t offset = 0;  // of the first column, in floats
+  int64_t width = 0;
+  int64_t stride = 0;  // floats between rows
+};
+
+struct PlanBuffer {
+  int64_t width = 0;        // floats per row, the widest of the tensors that share it
+  bool per_output = false;  // one row per output row instead of one per row
+};
+
+struct PlanOp {
+  OpKind kind = OpKind::kAdd;
+  std::string name;
+  std::vector<int32_t> inputs;   // tensors
+  std::vector<int32_t> outputs;  // tensors
+  int32_t weight = -1;
+  int32_t state = -1;
+  int32_t rope = -1;
+  int32_t heads = 1;         // rms_norm, rotary: vectors per row
+  float scale = 1;           // tree_attention
+  double eps = 0;            // rms_norm
+  int32_t window = 0;        // tree_attention; 0: none
+  bool causal_mask = false;  // tree_attention: of a drafter's block
+};
+
+struct PlanNetwork {
+  std::vector<PlanBuffer> buffers;
+  std::vector<PlanTensor> tensors;
+  std::vector<PlanOp> ops;
+  int32_t captured_input = -1;  // tensors by role, -1: none
+  int32_t captured_output = -1;
+  int32_t logits = -1;
+};
+
+enum class WeightKind { kNvfp4, kDense, kVector };
+
+struct PlanWeight {
+  WeightKind kind = WeightKind::kDense;
+  std::string file;    // in the engine directory
+  int64_t offset = 0;  // of the packed weight in the file, a multiple of 64
+  int64_t bytes = 0;
+  int64_t bias_offset = -1;
+  int64_t out_features = 0;
+  int64_t in_features = 0;
+  std::string dtype;              // dense: of the stored elements
+  float global_scale = 0;         // NVFP4
+  float input_scale = 0;          // NVFP4 with quantized activations; 0: bf16 activations
+  std::vector<int64_t> segments;  // bounds of the K segments, in blocks of 16
+};
+
+struct PlanState {
+  int64_t heads = 0;
+  int64_t head_dim = 0;
+  bool drafter = false;
+};
+
+struct PlanRope {
+  std::vector<double> inv_freq;
+  double scaling = 1;
+  bool interleaved = false;
+};
+
+struct Plan {
+  std::string directory;
+  std::map<std::string, PlanNetwork> networks;
+  std::vector<PlanWeight> weights;
+  std::vector<PlanState> states;
+  std::vector<PlanRope> ropes;
+};
+
+}  // namespace trtree::cpu

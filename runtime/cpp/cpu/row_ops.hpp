@@ -1,0 +1,45 @@
+// The CPU engine's ops that work on one row at a time: a row's result depends on nothing
+// else in the step, and on no instruction set.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "plugins/cpu_isa.hpp"
+#include "plugins/parallel.hpp"
+#include "runtime/cpp/cpu/plan.hpp"
+
+namespace trtree::cpu {
+
+// float32 [rows, width], `stride` floats between rows.
+struct Matrix {
+  float* data = nullptr;
+  int64_t rows = 0;
+  int64_t width = 0;
+  int64_t stride = 0;
+
+  float* row(int64_t r) const { return data + r * stride; }
+};
+
+// x / sqrt(mean(x^2) + eps) * weight over each of `heads` equal parts of a row; float64 inside.
+void rms_norm(const Matrix& x, const float* weight, int64_t heads, double eps, const Matrix& y,
+              Parallel& parallel);
+
+// cos and sin of position * inv_freq, times scaling: float64 [rows, 2 * n], cosines first.
+void rotary_angles(std::span<const int32_t> positions, const PlanRope& rope, double* angles);
+
+// Rotates each of `heads` equal parts of a row; float64 inside.
+void rotary_embedding(const Matrix& x, const double* angles, const PlanRope& rope, int64_t heads,
+                      const Matrix& y, Parallel& parallel);
+
+// gate / (1 + exp(-gate)) * up.
+void silu_mul(const Matrix& gate, const Matrix& up, const Matrix& y, Parallel& parallel, Isa isa);
+
+void add(const Matrix& a, const Matrix& b, const Matrix& y, Parallel& parallel);
+
+// The first of the largest logits of each row. Throws std::runtime_error, naming `op` and
+// the row, where one is NaN.
+void argmax(const Matrix& logits, const std::string& op, int32_t* result, Parallel& parallel);
+
+}  // namespace trtree::cpu

@@ -1,0 +1,24 @@
+"""From an engine directory's manifest to what the engine can do."""
+
+from trtree import _core
+from trtree.build.engine_dir import EngineDir
+
+
+def capabilities_of(engine: EngineDir) -> _core.Capabilities:
+    """Capabilities of an engine with paged KV."""
+    build = engine.manifest["build_config"]
+    speculative = engine.manifest["speculative_config"]
+    c = _core.Capabilities()
+    c.backend = engine.manifest["backend"]
+    c.activations = build["activations"]
+    c.kv_layout = _core.KvLayout.PAGED
+    c.page_size = build["page_size"]
+    c.num_pages = build["num_pages"]
+    c.max_batch_size = build["max_batch_size"]
+    c.max_num_rows = build["max_num_rows"]
+    c.max_seq_len = build["max_seq_len"]
+    c.vocab_size = engine.manifest["pretrained_config"]["vocab_size"]
+    c.verify_width = speculative["max_verify_width"] if speculative else 1
+    c.block_size = speculative["block_size"] if speculative else 0
+    c.max_top_k = speculative["top_k"] if speculative else 0
+    return c

@@ -1,0 +1,136 @@
+"""The vocabulary: shape rules, names, fusion, and the stored form."""
+
+import json
+
+import pytest
+
+from trtree.build.lowering.reference import _OPS
+from trtree.build.lowering.weights import View, plan_weights
+from trtree.build.network.graph import OP_KINDS, Graph, WeightInfo
+from trtree.build.network.network import Network, NetworkError, Owner
+from trtree.build.network.rope import RopeTable, rope_table
+
+
+class Source:
+    """Weights as implied, but for those named."""
+
+    def __init__(self, **special: WeightInfo) -> None:
+        self.special = special
+
+    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
+        return self.special.get(module, WeightInfo("dense", implied, "bfloat16"))
+
+
+def graph(**special: WeightInfo) -> Graph:
+    return Graph("target", Source(**special))
+
+
+def test_every_op_has_a_reference() -> None:
+    assert set(_OPS) == OP_KINDS
+
+
+def test_names_follow_the_scopes() -> None:
+    g = graph()
+    x = g.input("x", ("rows", 32), "float32")
+    with g.scope("model"), g.scope("layers.0"):
+        y = g.linear("proj", x, 48)
+    assert y.name == "model.layers.0.proj"
+    assert y.shape == ("rows", 48)
+    assert g.network.weights["target:model.layers.0.proj"].shape == (48, 32)
+
+
+def test_a_shape_that_differs_from_the_checkpoint_is_an_error() -> None:
+    g = graph(proj=WeightInfo("dense", (40, 32), "bfloat16"))
+    x = g.input("x", ("rows", 32), "float32")
+    with pytest.raises(NetworkError, match=r"proj: the checkpoint holds \[40, 32\].*\[48, 32\]"):
+        g.linear("proj", x, 48)
+
+
+def test_linears_of_one_kind_become_one_product() -> None:
+    g = graph()
+    x = g.input("x", ("rows", 32), "float32")
+    a, b = g.linears(["a", "b"], x, [16, 48])
+    assert [op.kind for op in g.network.ops] == ["linear", "split"]
+    assert (a.shape, b.shape) == (("rows", 16), ("rows", 48))
+    assert g.network.weights["target:a+b"].out_sizes == (16, 48)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        WeightInfo("nvfp4", (48, 32), "nvfp4", activations="nvfp4"),
+        WeightInfo("dense", (48, 32), "float32"),
+        WeightInfo("dense", (48, 32), "bfloat16", has_bias=True),
+    ],
+)
+def test_linears_of_different_kinds_stay_apart(other: WeightInfo) -> None:
+    g = graph(b=other)
+    x = g.input("x", ("rows", 32), "float32")
+    g.linears(["a", "b"], x, [16, 48])
+    assert [op.kind for op in g.network.ops] == ["linear", "linear"]
+
+
+def test_attention_operands_are_checked() -> None:
+    g = graph()
+    rows = g.rows()
+    kv = g.kv_state(2, 16)
+    odd = g.input("odd", ("rows", 3, 16), "float32")
+    with pytest.raises(NetworkError, match="3 query heads of 16 over 2 KV heads of 16"):
+        g.tree_attention(odd, rows, kv)
+    with pytest.raises(NetworkError, match=r"holds \[2, 16\] per token, given \[3, 16\]"):
+        g.kv_append(odd, odd, rows.slots, kv)
+    with pytest.raises(NetworkError, match="40 rotary dimensions, but head_dim is 16"):
+        g.rotary_embedding("r", odd, rows.positions, RopeTable("rope", (1.0,) * 20))
+
+
+def test_tensors_of_another_graph_are_refused() -> None:
+    foreign = graph().input("x", ("rows", 4), "float32")
+    with pytest.raises(NetworkError, match="x is not of graph target"):
+        graph().silu_mul("y", foreign, foreign)
+
+
+def test_a_network_survives_its_stored_form() -> None:
+    g = graph()
+    rows = g.rows()
+    x = g.embedding("embed", rows.token_ids, vocab=50, hidden=32)
+    q, k, v = g.linears(["q", "k", "v"], x, [32, 16, 16])
+    kv = g.kv_state(1, 16)
+    table = RopeTable("rope", (1.0, 0.1, 1 / 3), 1.2)
+    k = g.rotary_embedding("kr", g.split_heads("kh", k, 1), rows.positions, table)
+    g.kv_append(k, g.split_heads("vh", v, 1), rows.slots, kv)
+    y = g.merge_heads("m", g.tree_attention(g.split_heads("qh", q, 2), rows, kv, window=7))
+    log_probs, ids = g.top_k_log_probs("top", g.gather_rows("o", y, rows.output_rows), 3)
+    g.output("log_probs", log_probs)
+    g.output("ids", ids)
+    stored = json.loads(json.dumps(g.network.to_dict()))
+    assert Network.from_dict(stored) == g.network
+    del stored["states"][0]["heads"]
+    with pytest.raises(NetworkError, match="not a network of this version"):
+        Network.from_dict(stored)
+
+
+def test_nested_fusions_are_stored_once() -> None:
+    outer, inner = graph(), graph()
+    x = outer.input("x", ("rows", 8), "float32")
+    outer.linears(["k0", "v0", "k1", "v1"], x, [16, 32, 16, 32])
+    y = inner.input("x", ("rows", 8), "float32")
+    inner.linears(["k1", "v1"], y, [16, 32])
+    inner.linear("v0", y, 32)
+    plan = plan_weights([inner.network, outer.network])
+    whole = "target:k0+v0+k1+v1"
+    assert list(plan.stored) == [whole]
+    assert plan.views["target:k1+v1"] == View(whole, 48, 48)
+    assert plan.views["target:v0"] == View(whole, 16, 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "factor must be a positive number, not None"),
+        ({"rope_theta": -1}, "rope_theta must be a positive number, not -1"),
+    ],
+)
+def test_bad_rope_parameters_are_named(config: dict[str, object], message: str) -> None:
+    with pytest.raises(NetworkError, match=message):
+        rope_table("rope", config, 16)

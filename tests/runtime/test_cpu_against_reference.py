@@ -1,0 +1,162 @@
+"""The CPU engine against the reference: op by op on identical inputs, then whole networks."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from steps import prefill, random_tree, run_rows
+
+from engines import ROOT
+from trtree import _core
+from trtree.build.lowering.reference import _OPS, StepContext
+from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.runtime.engines import open_engine
+from trtree.runtime.tokenizer import Tokenizer
+
+# Of an op's largest output. Ops compute in float32 here, in float64 in the reference.
+TOLERANCE = 1e-6
+
+
+class OpByOp:
+    """Feeds what a CPU engine gave each op to the reference's op, and compares results."""
+
+    def __init__(self, engine: Any, reference: Any, page_size: int) -> None:
+        self._networks = reference.networks
+        self._caches = {
+            name: PagedKv(*(torch.zeros(256, page_size, s.heads, s.head_dim) for _ in "kv"))
+            for network in self._networks.values()
+            for name, s in network.network.states.items()
+        }
+        self.worst: dict[str, float] = {}
+        self.rows: dict[str, dict[str, torch.Tensor]] = {}  # integer inputs by network
+        self.segments: dict[str, list[AttentionSegment]] = {}
+        engine.observe(self)
+
+    def __call__(self, network: str, name: str, inputs: list[Any], outputs: list[Any]) -> None:
+        net = self._networks[network]
+        op = next(op for op in net.network.ops if op.name == name)
+        floats = iter(inputs)
+        operands = []
+        for operand in op.inputs:
+            tensor = net.network.tensors[operand]
+            if tensor.dtype == "int32":
+                operands.append(self.rows[network][operand])
+            else:
+                shape = [-1, *map(int, tensor.shape[1:])]
+                operands.append(torch.from_numpy(next(floats)).reshape(shape))
+        context = StepContext(self._caches, self.segments[network])
+        expected = _OPS[op.kind](net, op, operands, context)
+        if op.kind == "top_k_log_probs":  # terminal: compared through draft()
+            return
+        for theirs, ours in zip(expected, outputs, strict=False):
+            reference = theirs.reshape(len(ours), -1).numpy()
+            error = float(np.abs(ours - reference).max() / np.abs(reference).max())
+            self.worst[op.kind] = max(self.worst.get(op.kind, 0.0), error)
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
+def test_op_by_op(demo_engine: Callable[..., Path], activations: str) -> None:
+    page_size, vocab = 16, 2048
+    _, engine = open_engine(demo_engine(backend="cpu", activations=activations))
+    _, reference = open_engine(demo_engine(backend="reference", activations=activations))
+    check = OpByOp(engine, reference, page_size)
+    rng = random.Random(0)
+    pages = [9, 3, 14, 0, 7, 5, 12, 2]
+    page_table = torch.tensor(pages)
+
+    def inputs_of(prefix: int, tokens: list[int], parents: list[int]) -> None:
+        at = _core.Sequence(1, 0, prefix, pages)
+        outputs = list(range(len(tokens)))
+        batch = _core.RowBatch([_core.SegmentRequest(at, tokens, parents, outputs)])
+        slots = torch.arange(prefix, prefix + len(tokens), dtype=torch.int32)
+        rows = {
+            "token_ids": torch.tensor(batch.token_ids),
+            "positions": torch.tensor(batch.positions),
+            "slots": slots,
+            "packed_mask": torch.tensor(batch.packed_mask).reshape(len(tokens), -1),
+            "output_rows": torch.tensor(batch.output_rows),
+        }
+        segment = [AttentionSegment(0, len(tokens), prefix, page_table)]
+        check.rows |= {"target": rows, "drafter_context": rows}
+        check.segments |= {"target": segment, "drafter_context": segment}
+
+    prompt = [rng.randrange(vocab) for _ in range(37)]
+    inputs_of(0, prompt, list(range(-1, 36)))
+    prefill(engine, _core.Sequence(1, 0, 0, pages), prompt)
+    tokens, parents = random_tree(rng, 50, vocab)
+    inputs_of(37, tokens, parents)
+    run_rows(engine, [(_core.Sequence(1, 0, 37, pages), tokens, parents)])
+
+    block, mask = 8, 1
+    at = _core.Sequence(1, 0, 37, pages)
+    slots = torch.arange(37, 37 + block, dtype=torch.int32)
+    check.rows["drafter_block"] = {
+        "token_ids": torch.tensor([11] + [mask] * (block - 1)),
+        "positions": slots,
+        "slots": slots,
+        "packed_mask": torch.full((block, 1), 2**block - 1, dtype=torch.int32),
+        "output_rows": torch.arange(1, block, dtype=torch.int32),
+    }
+    check.segments["drafter_block"] = [AttentionSegment(0, block, 37, page_table)]
+    engine.draft([_core.DraftRequest(at, 11)], 16)
+    engine.observe(None)
+
+    assert set(check.worst) >= {
+        "add", "concat", "embedding", "gather_rows", "linear", "rms_norm", "rotary_embedding",
+        "silu_mul", "tree_attention",
+    }  # fmt: skip
+    assert max(check.worst.values()) < TOLERANCE, check.worst
+
+
+def teacher_forced(engine: _core.Engine, token_ids: list[int]) -> np.ndarray:
+    """Logits [n, vocab] of a text in one prefill."""
+    return prefill(engine, _core.Sequence(1, 0, 0, list(range(64))), token_ids)
+
+
+@pytest.fixture(scope="module")
+def text_ids(demo_engine: Callable[..., Path]) -> list[int]:
+    tokenizer = Tokenizer(demo_engine(backend="cpu") / "tokenizer")
+    ids = tokenizer.encode((ROOT / "LICENSE").read_text()[:6000])
+    return ids[:500]
+
+
+def test_whole_network_in_w4a16(demo_engine: Callable[..., Path], text_ids: list[int]) -> None:
+    logits = {}
+    for backend in ("cpu", "reference"):
+        _, engine = open_engine(demo_engine(backend=backend, activations="bf16"))
+        logits[backend] = teacher_forced(engine, text_ids[:200])
+    difference = np.linalg.norm(logits["cpu"] - logits["reference"], axis=1)
+    relative = difference / np.linalg.norm(logits["reference"], axis=1)
+    assert np.median(relative) < 2e-2
+    assert relative.max() < 2e-2
+
+
+def test_negative_log_likelihood_in_w4a4(
+    demo_engine: Callable[..., Path], text_ids: list[int]
+) -> None:
+    """W4A4 is chaotic from end to end, so whole networks are compared by what they predict."""
+    means = {}
+    for backend in ("cpu", "reference"):
+        _, engine = open_engine(demo_engine(backend=backend, activations="nvfp4"))
+        logits = torch.tensor(teacher_forced(engine, text_ids)).double()
+        chosen = torch.tensor(text_ids[1:])[:, None]
+        means[backend] = float(-logits[:-1].log_softmax(-1).gather(-1, chosen).mean())
+    assert means["cpu"] == pytest.approx(means["reference"], rel=0.01)
+
+
+def test_drafts_agree(demo_engine: Callable[..., Path]) -> None:
+    """The drafter after the same context: log-probs within 1e-2, in W4A16."""
+    results = []
+    for backend in ("cpu", "reference"):
+        _, engine = open_engine(demo_engine(backend=backend, activations="bf16"))
+        pages = list(range(8))
+        prefill(engine, _core.Sequence(1, 0, 0, pages), list(range(100, 150)))
+        draft = engine.draft([_core.DraftRequest(_core.Sequence(1, 0, 50, pages), 7)], 4)
+        results.append((draft.log_probs.copy(), draft.token_ids.copy()))
+    (ours, our_ids), (theirs, their_ids) = results
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-2)
+    assert (our_ids[..., 0] == their_ids[..., 0]).all()

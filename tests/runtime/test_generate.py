@@ -1,0 +1,129 @@
+"""The generate command: text, JSON, comparison, refusals."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trtree.runtime import generate
+from trtree.runtime.session import Session
+from trtree.runtime.tokenizer import Tokenizer
+
+PROMPT = "Permission is hereby granted, free of"
+
+
+@pytest.fixture
+def run(demo_engine: Callable[..., Path]) -> Callable[..., int]:
+    def call(*arguments: object) -> int:
+        return generate.main(["--engine", str(demo_engine()), *map(str, arguments)])
+
+    return call
+
+
+def test_text_then_figures(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    texts = set()
+    for mode in ("plain", "chain", "tree"):
+        assert run("--prompt", PROMPT, "--mode", mode, "--max-tokens", 40) == 0
+        captured = capsys.readouterr()
+        texts.add(captured.out)
+        assert "40 tokens" in captured.err
+        assert "acceptance length" in captured.err
+    assert len(texts) == 1
+    assert len(texts.pop()) > 40
+
+
+def test_json(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--prompt", PROMPT, "--max-tokens", 24, "--tree-budget", 8, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["tokens"] == 24
+    assert result["finish_reason"] == "length"
+    assert result["drafted_tokens"] <= 8 * (result["target_forwards"] - 1)
+    assert result["acceptance_length"] == pytest.approx(23 / (result["target_forwards"] - 1))
+
+
+def test_compare(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"{PROMPT}\n\n  The licensor grants \n")
+    assert generate.read_prompts(prompts) == [PROMPT, "  The licensor grants "]
+    assert run("--compare", prompts, "--max-tokens", 16, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["mode"], row["tree_budget"]) for row in rows] == [
+        ("plain", None), ("chain", None), ("tree", 8), ("tree", 16), ("tree", 32), ("tree", 64),
+    ]  # fmt: skip
+    assert all(row["identical"] for row in rows)
+    plain, chain, *trees = rows
+    assert plain["target_forwards"] == 2 * 16
+    assert plain["acceptance_length"] == 1.0
+    assert all(row["target_forwards"] < plain["target_forwards"] for row in (chain, *trees))
+    assert set(plain) == {
+        "mode", "tree_budget", "tokens_per_s", "target_forwards", "acceptance_length", "identical",
+    }  # fmt: skip
+    assert run("--compare", prompts, "--max-tokens", 8) == 0
+    assert capsys.readouterr().out.count("yes") == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--prompt", ""], "prompt_token_ids is empty"),
+        (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--prompt", "a", "--max-tokens", "9999"], "max_seq_len 2048"),
+        (["--prompt", "a", "--tree-budget", "-2"], "tree_budget -2 is negative"),
+        (["--prompt", "a", "--tree-budget", "900"], "verify width of 901"),
+        (["--prompt", "a", "--tree", "static"], "built without one"),
+        (["--compare", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_refusals(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert part in line
+
+
+def test_no_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--engine", str(tmp_path), "--prompt", "a"]) == 2
+    assert "no engine here" in capsys.readouterr().err
+
+
+@pytest.fixture
+def tokenizer(demo_session: Callable[..., Session]) -> Tokenizer:
+    return demo_session().tokenizer
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["plain words, and\n\n  white  space ", "naïve café — “quotes” … 日本語 🙂 end", "\t\tx"],
+)
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_streamed_text_adds_up(tokenizer: Tokenizer, text: str, step: int) -> None:
+    token_ids = tokenizer.encode(text)
+    stream = tokenizer.stream()
+    pieces = [stream.push(token_ids[i : i + step]) for i in range(0, len(token_ids), step)] + [
+        stream.finish()
+    ]
+    assert "".join(pieces) == tokenizer.decode(token_ids) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_mask_and_zero_tokens_are_ordinary(demo_session: Callable[..., Session]) -> None:
+    """Pitfalls 17 and 18: nothing filters or counts by token id."""
+    from trtree.runtime.executor import Request
+
+    session = demo_session()
+    mask = session.engine_dir.manifest["speculative_config"]["mask_token_id"]
+    prompt = [0, mask, 0, 5, mask]
+    outputs = []
+    for mode in ("plain", "tree"):
+        config = session.speculative_config(mode, 16)
+        request = Request(prompt, max_tokens=20, speculative=config)
+        outputs.append(session.complete(request).token_ids)
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) == 20
