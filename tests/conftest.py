@@ -1,10 +1,15 @@
 """Shared fixtures: the demo engine in its variants, built once per session."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# Triton decides at its import; tests run its kernels on the CPU.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import torch
 
 # Helper modules beside the tests.

@@ -3,12 +3,15 @@
 Rows of several requests stand one after another in one ragged batch. Each request
 has a committed prefix in paged KV; the rows of the step are written behind it, row i
 of a request into slot ``prefix_length + i``. A row attends the whole prefix and those
-rows of its own request whose bits are set in its packed mask.
+rows of its own request whose bits are set in its packed mask. A row that sees nothing
+gives zeros, with a log-sum-exp of -inf.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,30 @@ class AttentionSegment:
 
 @dataclass(frozen=True)
 class PagedKv:
-    """One layer's cache: k and v [num_pages, page_size, kv_heads, head_dim]."""
+    """One layer's cache: k and v [num_pages, page_size, kv_heads, head_dim].
+
+    An FP8 (e4m3) cache has scales, float32 [kv_heads]: a value is code * scale.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_fp8 != (self.k_scale is not None and self.v_scale is not None):
+            raise ValueError(
+                f"a KV cache of {self.k.dtype} {'needs' if self.is_fp8 else 'has no'} "
+                "k_scale and v_scale"
+            )
 
     @property
     def page_size(self) -> int:
         return self.k.shape[1]
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.k.dtype == torch.float8_e4m3fn
 
     def locate(self, pages: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """slots int64 [n] -> (page, offset), each [n].
@@ -52,3 +71,20 @@ class PagedKv:
                 f"of {self.page_size}"
             )
         return pages[slots // self.page_size], slots % self.page_size
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How append turns q and k. Dimensions past ``rotary_dim`` are left alone.
+
+    cos_sin: float32 [positions, rotary_dim], the cosines of a position's angles, then the
+    sines, both times the checkpoint's attention scaling. Pairs are (x[i], x[i + n]) with
+    n = rotary_dim / 2, or (x[2i], x[2i + 1]) if interleaved.
+    """
+
+    cos_sin: torch.Tensor
+    interleaved: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.cos_sin.shape[1]
