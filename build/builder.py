@@ -189,7 +189,7 @@ def write(
 def _write_weights(
     out: EngineDirWriter,
     description: EngineDescription,
-    source: CheckpointSource,
+    source: SourceWithWeights,
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
     """The backend's own files; returns what its manifest says beside the usual."""

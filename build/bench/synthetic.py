@@ -87,5 +87,6 @@ def _module(
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Normal bf16 numbers, a million of them over and over: making more takes minutes."""
     rows, k = shape
-    some = torch.randn(max(1, (1 << 20) // k), k, generator=generator).bfloat16() * k**-0.5
+    some: torch.Tensor = torch.randn(max(1, (1 << 20) // k), k, generator=generator).bfloat16()
+    some = some * float(k) ** -0.5
     return some.repeat(-(-rows // len(some)), 1)[:rows].contiguous()

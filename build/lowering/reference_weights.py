@@ -108,12 +108,8 @@ def _specs(weight: Weight) -> dict[str, TensorSpec]:
     return {f"{weight.name}.{part}": spec for part, spec in specs.items()}
 
 
-<<<<<<< HEAD
-def read_weight(weight: Weight, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def read_weight(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
     """What is stored of one weight, by the name it is stored under."""
-=======
-def _tensors(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
->>>>>>> main
     if len(weight.shape) == 1:
         return {f"{weight.name}.weight": checkpoint.tensor(f"{weight.modules[0]}.weight")}
     linear = checkpoint.linear(weight.modules)

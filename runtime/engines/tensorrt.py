@@ -8,6 +8,7 @@ for them lands behind their committed prefix, where their next rows go.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,7 +127,7 @@ class TensorRTEngine(_core.Engine):
             token_ids[request.sequence.slot - first, 0] = request.bonus_token
         lengths = self._lengths[first : first + count]
         sizes = {"batch": count, "rows": block, "outputs": max(1, block - 1)}
-        inputs = {
+        inputs: dict[str, NDArray[Any] | torch.Tensor] = {
             "token_ids": token_ids,
             "positions": lengths[:, None] + np.arange(block, dtype=np.int32),
             "committed_lengths": lengths,
@@ -245,7 +246,7 @@ class TensorRTEngine(_core.Engine):
         profile: str,
         first_slot: int,
         sizes: Mapping[str, int],
-        inputs: Mapping[str, NDArray[np.generic] | torch.Tensor],
+        inputs: Mapping[str, NDArray[Any] | torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         engine = self._engines[network]
         names = {binding.name for binding in engine.spec.inputs}
@@ -321,7 +322,11 @@ class TensorRTEngine(_core.Engine):
             positions[at, : len(rows)] = self._last_step[sequence.request_id].positions[rows]
             index = torch.as_tensor(rows, device=self._device)
             captured[at, : len(rows)] = self._captured(sequence.request_id)[index]
-        inputs = {"captured": captured, "positions": positions, "committed_lengths": lengths}
+        inputs: dict[str, NDArray[Any] | torch.Tensor] = {
+            "captured": captured,
+            "positions": positions,
+            "committed_lengths": lengths,
+        }
         self._run("drafter_context", profile, first, {"batch": count, "rows": width}, inputs)
 
     def _captured(self, request_id: int) -> torch.Tensor:
@@ -344,7 +349,7 @@ class TensorRTEngine(_core.Engine):
 
 
 def _capabilities(engine: EngineDir) -> _core.Capabilities:
-    c = capabilities_of(engine)
+    c: _core.Capabilities = capabilities_of(engine)
     c.kv_layout = _core.KvLayout.CONTIGUOUS
     c.page_size = c.num_pages = 0
     c.sm = ",".join(map(str, engine.manifest["sm"]))

@@ -92,7 +92,7 @@ class CudaExecutable:
         if loaded is None:
             raise EngineDirError(f"{engine.path / file}: TensorRT cannot load it; rebuild it")
         self._engine = loaded
-        self._stream = torch.cuda.Stream()
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._contexts = {
             profile["name"]: self._context(index, communicator)
             for index, profile in enumerate(entry["profiles"])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-trt: Any = pytest.importorskip("tensorrt_rtx")
-
 from network_evaluator import NetworkEvaluator, UnknownLayerError, evaluate_together
+
+trt: Any = pytest.importorskip("tensorrt_rtx")
 
 KEEP: list[Any] = []
 BF16 = torch.bfloat16

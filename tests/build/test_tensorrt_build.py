@@ -143,7 +143,7 @@ def test_tensorrt_says_what_it_cannot_compile(tmp_path: Path) -> None:
     options = BuildOptions(
         checkpoint=checkpoint, output=tmp_path / "engine", backend=RTX, max_seq_len=64
     )
-    with pytest.raises(NetworkError, match="target: TensorRT cannot build for SM 120: ."):
+    with pytest.raises(NetworkError, match=r"target: TensorRT cannot build for SM 120: ."):
         builder.write(builder.describe(options))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 

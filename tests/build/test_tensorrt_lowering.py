@@ -35,7 +35,7 @@ from trtree.build.options import BuildOptions, read_options
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = dict(vocab_size=96)
+TINY = {"vocab_size": 96}
 CASES = {
     "untied-w4a4": (tiny_config(**TINY), "NVFP4"),
     "tied-w4a16": (tiny_config(**TINY, tie_word_embeddings=True), "W4A16_NVFP4"),

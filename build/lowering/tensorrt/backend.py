@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trtree.build.checkpoint import Checkpoint
 from trtree.build.lowering.tensorrt.compile import BuildMessages, Profile, compile_engine
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS
 from trtree.build.lowering.tensorrt.inspection import inspect_engine
@@ -23,6 +22,7 @@ from trtree.build.lowering.tensorrt.library import (
 )
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
 from trtree.build.lowering.tensorrt.weights import Encoding, Shard, constant_bytes, stage
+from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError
 
@@ -144,7 +144,7 @@ def build_engines(
     options: BuildOptions,
     networks: Mapping[str, Network],
     sizes: EngineSizes,
-    checkpoint_of: Callable[[Owner], Checkpoint],
+    checkpoint_of: Callable[[Owner], WeightReader],
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Build every rank's engines into ``directory``; returns their part of the manifest.
@@ -180,7 +180,7 @@ def _build(
     network: Network,
     rank: int,
     sizes: EngineSizes,
-    checkpoint_of: Callable[[Owner], Checkpoint],
+    checkpoint_of: Callable[[Owner], WeightReader],
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
     """Build one engine; returns its entry in the manifest."""

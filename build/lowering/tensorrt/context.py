@@ -54,11 +54,17 @@ class Lowering:
         """Among how many ranks the features of a graph tensor are divided."""
         return self.ranks if tensor in self.sharded else 1
 
-    def constant(self, op: Op, part: str) -> Any | None:
-        """A part of the op's weight as a constant, if it has that part."""
+    def constant(self, op: Op, part: str) -> Any:
+        """A part of the op's weight; what it is made of, ``weights.Encoding`` says."""
+        name = self._constant_name(op, part)
+        return self.emit.constant(name, self.weights[name])
+
+    def has_bias(self, op: Op) -> bool:
+        return self._constant_name(op, "bias") in self.weights
+
+    def _constant_name(self, op: Op, part: str) -> str:
         use = self.encoding.use(self.network.weights[op.weights[0]], op)
-        name = f"{use.prefix}.{part}"
-        return self.emit.constant(name, self.weights[name]) if name in self.weights else None
+        return f"{use.prefix}.{part}"
 
     def rounded(self, x: Any) -> Any:
         """x in the network's dtype."""

@@ -25,9 +25,8 @@ def linear(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
         y = low.emit.collective("all_reduce", y, "ALL_REDUCE", "SUM", low.ranks)
     elif parallel == "column" and low.ranks > 1:
         low.sharded.update(op.outputs)
-    bias = low.constant(op, "bias")
-    if bias is not None:
-        y = low.emit.binary("biased", "SUM", low.emit.wide(y), bias)
+    if low.has_bias(op):
+        y = low.emit.binary("biased", "SUM", low.emit.wide(y), low.constant(op, "bias"))
     return [low.rounded(y)]
 
 

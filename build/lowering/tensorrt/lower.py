@@ -25,10 +25,10 @@ from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.network import Network, NetworkError
 
 # Graph inputs that a padded, contiguous layout says differently.
-_RESHAPED_INPUTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "slots": ("committed_lengths", "int32", (BATCH,)),
-    "packed_mask": ("tree_mask", "bool", (BATCH, ROWS, ROWS)),
-    "causal_mask": ("causal_mask", "bool", (BATCH, ROWS, ROWS)),
+_RESHAPED_INPUTS = {
+    "slots": Binding("committed_lengths", "int32", (BATCH,)),
+    "packed_mask": Binding("tree_mask", "bool", (BATCH, ROWS, ROWS)),
+    "causal_mask": Binding("causal_mask", "bool", (BATCH, ROWS, ROWS)),
 }
 
 
@@ -90,13 +90,11 @@ def lower(
 
 def _input(low: Lowering, name: str) -> Binding:
     tensor = low.network.tensors[name]
-    binding, dtype, dims = _RESHAPED_INPUTS.get(name) or (
-        name,
-        tensor.dtype,
-        (BATCH, OUTPUTS if tensor.shape[0] == "outputs" else ROWS, *tensor.shape[1:]),
-    )
-    low.values[name] = _add_input(low, Binding(binding, dtype, dims))
-    return Binding(binding, dtype, dims)
+    first = OUTPUTS if tensor.shape[0] == "outputs" else ROWS
+    as_it_is = Binding(name, tensor.dtype, (BATCH, first, *tensor.shape[1:]))
+    binding = _RESHAPED_INPUTS.get(name, as_it_is)
+    low.values[name] = _add_input(low, binding)
+    return binding
 
 
 def _cache_inputs(low: Lowering) -> list[Binding]:

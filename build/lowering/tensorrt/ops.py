@@ -10,8 +10,8 @@ from trtree.build.lowering.tensorrt.attention import (
     rotary_embedding,
     tree_attention,
 )
-from trtree.build.lowering.tensorrt.linear import linear
 from trtree.build.lowering.tensorrt.context import Lowering, OpFunction
+from trtree.build.lowering.tensorrt.linear import linear
 from trtree.build.lowering.tensorrt.sampling import argmax, top_k_log_probs
 from trtree.build.network.network import NetworkError, Op
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from trtree.build.checkpoint import Checkpoint
 from trtree.build.lowering.reference import TORCH_DTYPES
 from trtree.build.lowering.reference_weights import read_weight
+from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import Parallel
 from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
 from trtree.build.tensor_file import TensorFileWriter, TensorSpec
@@ -99,7 +99,7 @@ class Encoding:
         return specs
 
     def tensors(
-        self, use: WeightUse, dtype: torch.dtype, checkpoint: Checkpoint
+        self, use: WeightUse, dtype: torch.dtype, checkpoint: WeightReader
     ) -> dict[str, torch.Tensor]:
         """The constants themselves, by part, as ``specs`` describes them."""
         weight = use.weight
@@ -136,7 +136,7 @@ class Encoding:
     def _local(self, use: WeightUse, tensor: torch.Tensor) -> torch.Tensor:
         name = use.weight.name
         if use.parallel == "column" and tensor.ndim:
-            modules = tensor.split(list(use.weight.out_sizes))
+            modules = torch.split(tensor, list(use.weight.out_sizes))
             return torch.cat([self.shard.of(module, 0, name) for module in modules])
         if use.parallel == "row" and tensor.ndim == 2:
             return self.shard.of(tensor, 1, name)
@@ -152,7 +152,7 @@ def stage(
     path: Path,
     network: Network,
     encoding: Encoding,
-    checkpoint_of: Callable[[Owner], Checkpoint],
+    checkpoint_of: Callable[[Owner], WeightReader],
     progress: Callable[[int], None] = lambda _: None,
 ) -> Mapping[str, torch.Tensor]:
     """Write the constants to a new file, one weight in memory at a time, and map them.
