@@ -24,24 +24,24 @@ def kv_bytes(network: Network, sizes: EngineSizes, encoding: Encoding) -> int:
 class Workspace:
     """Estimates, in bytes, for the largest profile.
 
-    activations: most that lives between ops at once. logits: their copy in float32, which
-    argmax and top-k read. widened: the largest weight that is rewritten to bf16 at run time.
+    activations: most that lives between ops at once, and the mask. logits: their copy in
+    float32, which argmax and top-k read. widened: the largest weight that is rewritten to
+    bf16 at run time.
     """
 
     activations: int
     logits: int
     widened: int
 
-    @property
-    def total(self) -> int:
-        return self.activations + self.logits + self.widened
-
 
 def workspace(network: Network, sizes: EngineSizes, encoding: Encoding) -> Workspace:
     """A network's own estimate; TensorRT reports its figure once the engine is built."""
     profiles = sizes.profiles(network.name)
     return Workspace(
-        max(_peak(network, profile, encoding) for profile in profiles),
+        max(
+            _peak(network, profile, encoding) + _mask(profile, sizes.cache_length)
+            for profile in profiles
+        ),
         max(_logits(network, profile, encoding) for profile in profiles),
         _widened(network, encoding),
     )
@@ -55,9 +55,16 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
     for index, op in enumerate(network.ops):
         for name in op.outputs:
             live[name] = _tensor_bytes(network.tensors[name], profile, encoding)
+            if op.weights and network.weights[op.weights[0]].activations == "nvfp4":
+                live[name] *= 2  # W4A4 products come out in float32
         peak = max(peak, sum(live.values()))
         live = {name: size for name, size in live.items() if last.get(name, -1) > index}
     return peak
+
+
+def _mask(profile: Profile, cache_length: int) -> int:
+    """bool [B, W, S]."""
+    return profile.sizes[BATCH][2] * profile.sizes[ROWS][2] * cache_length
 
 
 def _logits(network: Network, profile: Profile, encoding: Encoding) -> int:
