@@ -62,10 +62,12 @@ class Pair:
     evaluator: NetworkEvaluator
     reference: ReferenceNetwork
 
-    def batch(self, kind: str, **changes: Any) -> Batch:
+    def batch(self, kind: str) -> Batch:
         parents = [[-1, 0, 1, 2, 3, 4]] if kind == "prefill" else [TREE, [-1], TREE[:3]]
         generator = torch.Generator().manual_seed(len(kind))
-        ids = [torch.randint(0, 90, (len(p),), generator=generator).tolist() for p in parents]
+        head = self.reference.network.tensors.get("lm_head")
+        vocab = int(head.shape[-1]) if head else 1
+        ids = [torch.randint(0, vocab, (len(p),), generator=generator).tolist() for p in parents]
         lengths = [9] if kind == "prefill" else [7, 0, 23]
         return make_batch(self.lowered, lengths, ids, parents)
 
@@ -373,5 +375,7 @@ def compare_ranks(
             caches = binding.alias is not None
             got, want = (x if caches else ragged(batch, x) for x in (joined, whole_result))
             assert relative(got, want).median() < tolerance, binding.name
-        if tolerance < 1e-5 and not joined.is_floating_point():
-            assert torch.equal(ragged(batch, joined), ragged(batch, whole_result)), binding.name
+        else:
+            # Ids: near-ties may fall otherwise, but no rank's part may be missing.
+            same = ragged(batch, joined) == ragged(batch, whole_result)
+            assert same.double().mean() >= (1.0 if tolerance < 1e-5 else 0.8), binding.name
