@@ -376,6 +376,9 @@ def compare_ranks(
             got, want = (x if caches else ragged(batch, x) for x in (joined, whole_result))
             assert relative(got, want).median() < tolerance, binding.name
         else:
-            # Ids: near-ties may fall otherwise, but no rank's part may be missing.
-            same = ragged(batch, joined) == ragged(batch, whole_result)
-            assert same.double().mean() >= (1.0 if tolerance < 1e-5 else 0.8), binding.name
+            # Near-ties may come in another order, but no rank's ids may be missing.
+            ours, theirs = (
+                ragged(batch, x).reshape(-1, x[0, 0].numel()) for x in (joined, whole_result)
+            )
+            found = (ours[:, :, None] == theirs[:, None, :]).any(1).double().mean()
+            assert found >= (1.0 if tolerance < 1e-5 else 0.98), (binding.name, found)
