@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    session = Session(args.engine)
+    session = Session(args.engine, num_threads=args.threads)
     if args.compare is not None:
         return _compare(session, args)
     speculative = session.speculative_config(args.mode, args.tree_budget, args.tree)
@@ -192,6 +192,13 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
 def _print_text(text: str) -> None:
     print(text, end="", flush=True)
 
@@ -229,6 +236,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-tokens", type=int, default=128, help="most tokens to generate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        metavar="N",
+        help="threads of the CPU engine (default: the processors this process may use)",
     )
     parser.add_argument(
         "--ignore-eos", action="store_true", help="go on after the checkpoint's end-of-text tokens"
