@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trtree.build.engine_dir import EngineDirError
+from trtree.runtime.chat_template import ChatTemplate, ChatTemplateError
 from trtree.runtime.cli import run_command
 from trtree.runtime.executor import FinishReason, Request, SpeculativeConfig
 from trtree.runtime.session import Completion, RequestError, Session
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.prompt is None and args.compare is None:
         parser.error("one of --prompt and --compare is required")
-    return run_command(lambda: _run(args), (EngineDirError, RequestError))
+    return run_command(lambda: _run(args), (ChatTemplateError, EngineDirError, RequestError))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -144,6 +145,9 @@ def read_prompts(file: Path) -> list[str]:
 def _request(
     session: Session, prompt: str, args: argparse.Namespace, speculative: SpeculativeConfig
 ) -> Request:
+    if args.chat:
+        template = ChatTemplate(session.engine_dir.tokenizer_path)
+        prompt = template.render([{"role": "user", "content": prompt}])
     return Request(
         session.tokenizer.encode(prompt),
         max_tokens=args.max_tokens,
@@ -236,6 +240,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-tokens", type=int, default=128, help="most tokens to generate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="prompts are a user's messages: render them with the checkpoint's chat template",
     )
     parser.add_argument(
         "--threads",
