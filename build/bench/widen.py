@@ -168,8 +168,7 @@ class WidenedCheckpoint:
         sizes = [self._small.linear_info(self._original(m)).out_features for m in modules]
         outs = [self._widening.out_features(m, s) for m, s in zip(modules, sizes, strict=True)]
         silent = any(self._is_silent(module) for module in modules)
-        quantized = isinstance(small.weight, QuantizedTensor)
-        in_features = (small.weight[0] if quantized else small.weight).shape[1] * (1 + quantized)
+        in_features = self._small.linear_info(self._original(modules[0])).in_features
         groups = self._widening.in_groups(modules[0], in_features)
 
         def widen(tensor: torch.Tensor, per: int) -> torch.Tensor:
@@ -242,7 +241,7 @@ class WidenedSource:
 
 def _pad_rows(tensor: torch.Tensor, sizes: Sequence[int], outs: Sequence[int]) -> torch.Tensor:
     parts = []
-    for part, out in zip(tensor.split(list(sizes)), outs, strict=True):
+    for part, out in zip(torch.split(tensor, list(sizes)), outs, strict=True):
         wide = torch.zeros((out, *part.shape[1:]), dtype=part.dtype)
         wide[: len(part)] = part
         parts.append(wide)
