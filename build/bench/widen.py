@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trtree.build.checkpoint import Checkpoint, CheckpointError, LinearWeight
+from trtree.build.checkpoint import Checkpoint, LinearWeight
 from trtree.build.network.graph import WeightInfo
 from trtree.build.network.network import Owner
 from trtree.build.options import OptionError
@@ -63,7 +63,7 @@ class _Widening:
     def head_dim(self) -> int:
         return int(self.config["head_dim"])
 
-    def check(self, name: str) -> None:
+    def check(self) -> None:
         """Refuse a shape that cannot hold this model exactly."""
         root = math.isqrt(self.ratio)
         sizes = {
@@ -74,15 +74,15 @@ class _Widening:
         }
         for what, (small, large) in sizes.items():
             if small > large:
-                raise OptionError(f"--widen {name}: {what} is {large}, the pair's is {small}")
+                raise OptionError(f"cannot widen: {what} is {large}, the pair's is {small}")
         if root * root != self.ratio or root & (root - 1):
             raise OptionError(
-                f"--widen {name}: hidden size {self.shape.hidden} is {self.ratio} times the "
+                f"cannot widen: hidden size {self.shape.hidden} is {self.ratio} times the "
                 f"pair's {self.config['hidden_size']}; only powers of four are exact"
             )
         if self._q_size * self.shape.kv_size != self._kv_size * self.shape.q_size:
             raise OptionError(
-                f"--widen {name}: {self.shape.q_size // self.shape.kv_size} query heads share a "
+                f"cannot widen: {self.shape.q_size // self.shape.kv_size} query heads share a "
                 f"KV head, in the pair {self._q_size // self._kv_size}; they must agree"
             )
 
@@ -168,8 +168,7 @@ class WidenedCheckpoint:
         sizes = [self._small.linear_info(self._original(m)).out_features for m in modules]
         outs = [self._widening.out_features(m, s) for m, s in zip(modules, sizes, strict=True)]
         silent = any(self._is_silent(module) for module in modules)
-        quantized = isinstance(small.weight, QuantizedTensor)
-        in_features = (small.weight[0] if quantized else small.weight).shape[1] * (1 + quantized)
+        in_features = self._small.linear_info(self._original(modules[0])).in_features
         groups = self._widening.in_groups(modules[0], in_features)
 
         def widen(tensor: torch.Tensor, per: int) -> torch.Tensor:
@@ -218,19 +217,14 @@ class WidenedCheckpoint:
 class WidenedSource:
     """The weight source of a widened pair; stands where a CheckpointSource does."""
 
-    def __init__(self, source: CheckpointSource, name: str) -> None:
-        if name not in SHAPES:
-            raise OptionError(f"--widen {name}: known shapes are {', '.join(SHAPES)}")
-        if source.drafter is None:
-            raise CheckpointError("widening needs a drafter")
-        shape = SHAPES[name]
+    def __init__(self, source: CheckpointSource, shape: Shape) -> None:
         self._source = source
         self._wide: dict[Owner, WidenedCheckpoint] = {}
         owners: tuple[Owner, ...] = ("target", "drafter")
         for owner in owners:
             checkpoint = source.checkpoint(owner)
             widening = _Widening(checkpoint.config, shape)
-            widening.check(name)
+            widening.check()
             own = int(checkpoint.config["num_hidden_layers"])
             layers = max(shape.layers, own) if owner == "target" else own
             self._wide[owner] = WidenedCheckpoint(checkpoint, widening, layers)
@@ -247,7 +241,7 @@ class WidenedSource:
 
 def _pad_rows(tensor: torch.Tensor, sizes: Sequence[int], outs: Sequence[int]) -> torch.Tensor:
     parts = []
-    for part, out in zip(tensor.split(list(sizes)), outs, strict=True):
+    for part, out in zip(torch.split(tensor, list(sizes)), outs, strict=True):
         wide = torch.zeros((out, *part.shape[1:]), dtype=part.dtype)
         wide[: len(part)] = part
         parts.append(wide)

@@ -4,17 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtree.build import builder
-from trtree.build.bench.widen import WidenedSource
+from trtree.build.bench.widen import Shape, WidenedSource
 from trtree.build.checkpoint import Checkpoint, dflash_config
 from trtree.build.options import BuildOptions, OptionError
 from trtree.build.source import CheckpointSource
 
 
-def build_widened(options: BuildOptions, shape: str) -> Path:
+def build_widened(options: BuildOptions, shape: Shape) -> Path:
     """Write the widened engine to ``options.output``.
 
     Raises:
-        OptionError: an unknown shape, one that cannot hold the pair exactly, or no drafter.
+        OptionError: the shape cannot hold the pair exactly, or there is no drafter.
     """
     if options.drafter is None:
         raise OptionError("--widen needs a pair: a checkpoint and a drafter")

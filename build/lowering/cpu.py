@@ -134,7 +134,9 @@ def _packed_bytes(weight: Weight) -> int:
         return 4 * weight.shape[0]
     if weight.kind == "nvfp4":
         return bias + nvfp4_cpu.packed_size(weight.shape[0], weight.shape[1])
-    return bias + dense_cpu.packed_size(weight.shape[0], weight.shape[1], weight.dtype)
+    return bias + dense_cpu.packed_size(
+        weight.shape[0], weight.shape[1], getattr(torch, weight.dtype)
+    )
 
 
 def _segment_bounds(in_features: int) -> Sequence[int]:

@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=15, help="of a step; default: %(default)s")
     parser.add_argument("--activations", choices=("nvfp4", "bf16"), help="default: the pair's")
+    parser.add_argument(
+        "--against",
+        choices=("dflash",),
+        help="instead, compare the chain on the pair itself with z-lab's published package",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG or SVG")
 
 
@@ -56,6 +61,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     options = read_options(args.config).with_overrides({"activations": args.activations})
     options = options.with_changes({"backend": "cpu"})
     prompts = read_prompts(args.prompts)
+    if args.against:
+        # Imported here: it needs packages that the rest does not.
+        from trtree.runtime.bench import against_dflash
+
+        return against_dflash.compare(options, prompts, args.max_tokens)
     with tempfile.TemporaryDirectory() as folder:
         small, wide = _build(options, args.widen, Path(folder))
         _check_tokens(small, wide, prompts, args.max_tokens)
@@ -73,7 +83,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _build(options: BuildOptions, shape: str, folder: Path) -> tuple[Session, Session]:
     small = write(describe(options.with_changes({"output": folder / "small"})))
-    wide = build_widened(options.with_changes({"output": folder / "wide"}), shape)
+    wide = build_widened(options.with_changes({"output": folder / "wide"}), SHAPES[shape])
     return Session(small), Session(wide)
 
 

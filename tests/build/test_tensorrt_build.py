@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("tensorrt_rtx")
 
-from engines import ROOT, build_demo, random_target, tiny_config
+from engines import ROOT, build_demo, random_checkpoint, tiny_config
 from trtree.build import builder
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.hardware import Hardware
@@ -139,7 +139,7 @@ def test_sms_are_numbers(value: Any) -> None:
 
 def test_tensorrt_says_what_it_cannot_compile(tmp_path: Path) -> None:
     """Through us: one line with TensorRT's own reason, and nothing left behind."""
-    checkpoint = random_target(tmp_path / "checkpoint", tiny_config(head_dim=18))
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", tiny_config(head_dim=18))
     options = BuildOptions(
         checkpoint=checkpoint, output=tmp_path / "engine", backend=RTX, max_seq_len=64
     )
@@ -202,7 +202,7 @@ def test_damaged_engines(build: Build, tmp_path: Path, damage: Any, message: str
 
 def test_a_widened_weight_is_found_in_the_plan(build: Build, tmp_path: Path) -> None:
     """W4A16 has to widen weights; asked to be fused, such a plan is refused."""
-    checkpoint = random_target(tmp_path / "c", tiny_config(), algorithm="W4A16_NVFP4")
+    checkpoint = random_checkpoint(tmp_path / "c", tiny_config(), algorithm="W4A16_NVFP4")
     options = BuildOptions(
         checkpoint=checkpoint, output=tmp_path / "engine", backend=RTX, max_seq_len=64
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from random_target import random_target
 from trtree.build import builder
 from trtree.build.checkpoint import QuantizationConfig
 from trtree.build.checkpoint.write import DEFAULT_EXCLUDE, quantize_state_dict, write_checkpoint
@@ -41,59 +42,25 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def write_target(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
-    """A checkpoint directory with the demo's tokenizer."""
-    write_checkpoint(directory, tensors.items(), config)
-    (directory / "tokenizer.json").write_bytes((DEMO / "target_nvfp4/tokenizer.json").read_bytes())
-    return directory
-
-
-def random_target(
-    directory: Path, config: dict[str, Any], *, algorithm: str | None = None, seed: int = 0
+def write_target(
+    directory: Path,
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    quantization: QuantizationConfig | None = None,
 ) -> Path:
-    """A bf16 Qwen3 checkpoint of random weights, quantized by ``algorithm`` if one is given.
-
-    Norms are off 1, so that a missing one shows.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in target_shapes(config).items():
-        noise = torch.randn(shape, generator=generator)
-        value = 1 + 0.2 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
-        tensors[name] = value.bfloat16()
-    quantization = None
-    items = tensors.items()
-    if algorithm:
-        quantization = QuantizationConfig(algorithm, DEFAULT_EXCLUDE)
-        items = dict(quantize_state_dict(tensors.items(), algorithm=algorithm)).items()
-    write_checkpoint(directory, items, config, quantization=quantization)
+    """A checkpoint directory with the demo's tokenizer."""
+    write_checkpoint(directory, tensors.items(), config, quantization=quantization)
     (directory / "tokenizer.json").write_bytes((DEMO / "target_nvfp4/tokenizer.json").read_bytes())
     return directory
 
 
-def target_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Qwen3 target."""
-    hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    for i in range(config["num_hidden_layers"]):
-        layer = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "self_attn.q_norm": (head,),
-            "self_attn.k_norm": (head,),
-            "self_attn.q_proj": (q, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, q),
-            "mlp.gate_proj": (ffn, hidden),
-            "mlp.up_proj": (ffn, hidden),
-            "mlp.down_proj": (hidden, ffn),
-        }
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes
+def random_checkpoint(
+    directory: Path, config: dict[str, Any], *, algorithm: str | None = None
+) -> Path:
+    """A bf16 checkpoint of random weights, quantized by ``algorithm`` if one is given."""
+    tensors = random_target(config, dtype=torch.bfloat16)
+    if algorithm is None:
+        return write_target(directory, tensors, config)
+    quantized = dict(quantize_state_dict(tensors.items(), algorithm=algorithm))
+    quantization = QuantizationConfig(algorithm, DEFAULT_EXCLUDE)
+    return write_target(directory, quantized, config, quantization)
