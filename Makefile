@@ -1,6 +1,7 @@
 # make demo   install into .venv, build the demo engine, generate text with figures
 # make test   lint and all tests           make test-full   the long sweeps too
 # make build  recompile after a change to C++   make lint   ruff, mypy, clang-format
+# make sanitize   the C++ under address and undefined-behaviour sanitizers
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CPP := $(shell find plugins runtime -name '*.cpp' -o -name '*.hpp')
 INSTALL := $(PIP) install --quiet --no-build-isolation -C cmake.define.TRTREE_WERROR=ON
 
-.PHONY: demo test test-full build lint format clean
+.PHONY: demo test test-full build lint format sanitize clean
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +50,24 @@ lint: $(VENV)/.oracles
 	$(BIN)/ruff format --check .
 	MYPYPATH=.mypy $(BIN)/mypy -p trtree
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+# The tests that drive our C++, on an extension built with the address and
+# undefined-behaviour sanitizers. -S keeps the editable install out of the way.
+SANITIZED := .build/sanitize
+SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+sanitize: $(VENV)/.oracles
+	cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=Release -DTRTREE_SANITIZE=ON \
+	  -DSKBUILD_PROJECT_VERSION=sanitized -DPython_EXECUTABLE=$(abspath $(BIN))/python \
+	  -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) > /dev/null
+	cmake --build $(SANITIZED)
+	mkdir -p $(SANITIZED)/site/trtree
+	for part in build plugins runtime; do ln -sfn ../../../../$$part $(SANITIZED)/site/trtree/$$part; done
+	cp $(SANITIZED)/_core.*.so $(SANITIZED)/site/trtree/
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED)/site:$(SITE) \
+	  $(BIN)/python -S -m pytest -p no:cacheprovider tests/plugins/nvfp4_linear tests/plugins/dense_linear \
+	  tests/plugins/test_ddtree.py tests/plugins/test_ddtree_top_k.py tests/runtime/test_row_batch.py \
+	  tests/runtime/test_executor.py tests/runtime/test_cpu_bitwise.py
 
 format: $(VENV)/.oracles
 	$(BIN)/ruff check --fix .

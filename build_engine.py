@@ -108,10 +108,12 @@ def _summary(description: builder.EngineDescription, path: Path, seconds: float)
     options = description.options
     table = Table(title=f"engine {path}", box=SIMPLE_HEAVY, show_header=False)
     target = description.target
-    table.add_row("target", f"{options.checkpoint} ({target.num_hidden_layers} layers)")
+    table.add_row("target", f"{_short(options.checkpoint)}, {target.num_hidden_layers} layers")
     table.add_row("activations", description.activations)
     if description.drafter:
-        table.add_row("drafter", f"{options.drafter} (block size {description.block_size})")
+        table.add_row(
+            "drafter", f"{_short(description.options.drafter)}, block size {description.block_size}"
+        )
         table.add_row(
             "tree",
             f"{options.tree}, budget {options.tree_budget}, verify width {options.verify_width} "
@@ -124,6 +126,13 @@ def _summary(description: builder.EngineDescription, path: Path, seconds: float)
     table.add_row("backend", options.backend)
     table.add_row("built in", f"{seconds:.1f} s")
     return table
+
+
+def _short(path: Path | None) -> str:
+    """A path as one would type it here."""
+    if path is not None and path.is_absolute() and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return str(path)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -25,7 +25,7 @@ from trtree.build.models.qwen3 import Qwen3Config
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import Network, Owner
 from trtree.build.options import BuildOptions, OptionError
-from trtree.build.source import CheckpointSource, ConfigSource
+from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, SourceWithWeights
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class EngineDescription:
     """Everything about an engine but its weights' bytes."""
 
     options: BuildOptions
-    source: CheckpointSource | ConfigSource
+    source: BuildSource
     target: Qwen3Config
     drafter: DrafterConfig | None
     networks: dict[str, Network]
@@ -78,7 +78,7 @@ def describe(options: BuildOptions) -> EngineDescription:
             f"{options.checkpoint}: {_TOKENIZER_FILES[0]} is missing; "
             "save the tokenizer beside the weights"
         )
-    description = _describe(options, source, drafter)
+    description = describe_source(options, source, drafter)
     for owner in description.owners():
         _check_coverage(description, owner, source.checkpoint(owner))
     return description
@@ -94,14 +94,18 @@ def plan(options: BuildOptions) -> EngineDescription:
     if options.drafter:
         file = options.drafter / "config.json"
         drafter = dflash_config.parse(source.config("drafter"), file)
-    return _describe(options, source, drafter)
+    return describe_source(options, source, drafter)
 
 
-def _describe(
+def describe_source(
     options: BuildOptions,
-    source: CheckpointSource | ConfigSource,
+    source: BuildSource,
     drafter: DrafterConfig | None,
 ) -> EngineDescription:
+    """Describe the engine over any weight source; ``describe`` and ``plan`` end here.
+
+    Raises: as ``describe``.
+    """
     config = source.config("target")
     family = models.family_of(config)
     target = family.parse(config)
@@ -150,8 +154,8 @@ def write(
         progress: told the weight bytes written since it was last called.
     """
     options, source = description.options, description.source
-    if not isinstance(source, CheckpointSource):
-        raise TypeError("only a description made by describe() has weights to write")
+    if not isinstance(source, SourceWithWeights):
+        raise TypeError("a description made by plan() has no weights to write")
     with writing(options.output, force=force) as out:
         LOWERINGS[options.backend].write_files(
             out,

@@ -3,12 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from trtree.build.checkpoint import Checkpoint, QuantizationConfig
 from trtree.build.checkpoint.quantization import read_json, read_quantization
-from trtree.build.network.graph import WeightInfo
+from trtree.build.lowering.weights import WeightReader
+from trtree.build.network.graph import WeightInfo, WeightSource
 from trtree.build.network.network import Activations, Owner
+
+
+class BuildSource(WeightSource, Protocol):
+    """A weight source that also knows the configurations."""
+
+    def config(self, owner: Owner) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class SourceWithWeights(BuildSource, Protocol):
+    """A source whose weights are at hand, so that an engine can be written."""
+
+    def checkpoint(self, owner: Owner) -> WeightReader: ...
 
 
 @dataclass(frozen=True)

@@ -63,17 +63,30 @@ inline float sum(const Lanes& lanes) {
   return reduce(lanes, [](float a, float b) { return a + b; });
 }
 
+#ifdef __AVX2__
+// Lane i + lane i + 8.
+inline __m256 fold_half(const Lanes& lanes) {
+#ifdef __AVX512F__
+  return _mm256_add_ps(_mm512_castps512_ps256(lanes),
+                       _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(lanes), 1)));
+#else
+  union Halves {
+    Lanes whole;
+    __m256 half[2];
+  };
+  const Halves x{lanes};
+  return _mm256_add_ps(x.half[0], x.half[1]);
+#endif
+}
+#endif
+
 // The sums of four vectors at once, each added up in the order of `sum`.
 inline void sum4(const Lanes (&lanes)[4], float* sums) {
 #ifdef __AVX2__
   __m128 quarter[4];
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    union Halves {
-      Lanes whole;
-      __m256 half[2];
-    };
-    const Halves x{lanes[i]};
-    const __m256 eight = _mm256_add_ps(x.half[0], x.half[1]);
+    const __m256 eight = fold_half(lanes[i]);
     quarter[i] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   }
   _MM_TRANSPOSE4_PS(quarter[0], quarter[1], quarter[2], quarter[3]);

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trtree.build.engine_dir import EngineDirError
+from trtree.runtime.chat_template import ChatTemplate, ChatTemplateError
 from trtree.runtime.cli import run_command
 from trtree.runtime.executor import FinishReason, Request, SpeculativeConfig
 from trtree.runtime.session import Completion, RequestError, Session
@@ -41,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.prompt is None and args.compare is None:
         parser.error("one of --prompt and --compare is required")
-    return run_command(lambda: _run(args), (EngineDirError, RequestError))
+    return run_command(lambda: _run(args), (ChatTemplateError, EngineDirError, RequestError))
 
 
 def _run(args: argparse.Namespace) -> int:
-    session = Session(args.engine)
+    session = Session(args.engine, num_threads=args.threads)
     if args.compare is not None:
         return _compare(session, args)
     speculative = session.speculative_config(args.mode, args.tree_budget, args.tree)
@@ -144,6 +145,9 @@ def read_prompts(file: Path) -> list[str]:
 def _request(
     session: Session, prompt: str, args: argparse.Namespace, speculative: SpeculativeConfig
 ) -> Request:
+    if args.chat:
+        template = ChatTemplate(session.engine_dir.tokenizer_path)
+        prompt = template.render([{"role": "user", "content": prompt}])
     return Request(
         session.tokenizer.encode(prompt),
         max_tokens=args.max_tokens,
@@ -192,6 +196,13 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
 def _print_text(text: str) -> None:
     print(text, end="", flush=True)
 
@@ -229,6 +240,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-tokens", type=int, default=128, help="most tokens to generate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="prompts are a user's messages: render them with the checkpoint's chat template",
+    )
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        metavar="N",
+        help="threads of the CPU engine (default: the processors this process may use)",
     )
     parser.add_argument(
         "--ignore-eos", action="store_true", help="go on after the checkpoint's end-of-text tokens"

@@ -36,12 +36,18 @@ class Completion:
 
 
 class Session:
-    """An engine directory, loaded for use in this process."""
+    """An engine directory, loaded for use in this process.
 
-    def __init__(self, directory: Path) -> None:
+    ``num_threads`` of the CPU engine; default: the processors this process may use.
+
+    Raises:
+        EngineDirError: the directory is no engine, or not as its manifest says.
+    """
+
+    def __init__(self, directory: Path, *, num_threads: int | None = None) -> None:
         self.engine_dir = EngineDir.open(directory)
         self.tokenizer = Tokenizer(self.engine_dir.tokenizer_path)
-        self.engine: _core.Engine = load_engine(self.engine_dir)
+        self.engine: _core.Engine = load_engine(self.engine_dir, num_threads=num_threads)
         self.executor = Executor(self.engine, executor_config(self.engine_dir))
 
     @property

@@ -43,13 +43,15 @@ class LinearWeight:
     """One linear, or several fused along out_features.
 
     weight: [out_features, in_features] dense, or quantized. input_scale: float32
-    scalar where the checkpoint holds one. bias: [out_features] or None.
+    scalar where the checkpoint holds one. bias: [out_features] or None. segment_bounds:
+    where K is cut into segments, in blocks of 16; None for the even cut.
     """
 
     kind: Literal["dense", "nvfp4"]
     weight: torch.Tensor | nvfp4.QuantizedTensor
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
+    segment_bounds: tuple[int, ...] | None = None
 
 
 class Tensors(Protocol):

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from trtree.build.checkpoint import Checkpoint
 from trtree.build.engine_dir import EngineDirWriter
 from trtree.build.lowering import cpu, reference_weights
-from trtree.build.lowering.weights import WeightPlan
+from trtree.build.lowering.weights import WeightPlan, WeightReader
 from trtree.build.network.network import Network, Owner
 
 
@@ -18,7 +17,7 @@ class Lowering(Protocol):
         out: EngineDirWriter,
         networks: Mapping[str, Network],
         weights: WeightPlan,
-        checkpoints: Mapping[Owner, Checkpoint],
+        checkpoints: Mapping[Owner, WeightReader],
         progress: Callable[[int], None],
     ) -> None:
         """Stream the weights; ``progress`` is told the bytes after each."""

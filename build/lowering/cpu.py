@@ -6,7 +6,7 @@ fields. Weights are packed for the kernels (``plugins/nvfp4_linear/README.md``,
 ``plugins/dense_linear/README.md``) and memory-mapped, each at a multiple of 64 bytes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,9 +14,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from trtree.build.checkpoint import Checkpoint
 from trtree.build.engine_dir import PLAN, EngineDirWriter, weights_file
-from trtree.build.lowering.weights import View, WeightPlan
+from trtree.build.lowering.weights import View, WeightPlan, WeightReader
 from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
 from trtree.plugins.dense_linear import cpu as dense_cpu
 from trtree.plugins.nvfp4_linear import cpu as nvfp4_cpu
@@ -34,7 +33,7 @@ def write_files(
     out: EngineDirWriter,
     networks: Mapping[str, Network],
     weights: WeightPlan,
-    checkpoints: Mapping[Owner, Checkpoint],
+    checkpoints: Mapping[Owner, WeightReader],
     progress: Callable[[int], None],
 ) -> None:
     """Write every owner's packed weights and ``plan.json``."""
@@ -49,7 +48,7 @@ def write_weights(
     path: Path,
     owner: Owner,
     plan: WeightPlan,
-    checkpoint: Checkpoint,
+    checkpoint: WeightReader,
     progress: Callable[[int], None],
 ) -> dict[str, dict[str, Any]]:
     """Stream the owner's weights, packed, to one file.
@@ -91,7 +90,7 @@ def make_plan(
 # Weights
 
 
-def _write_weight(file: BinaryIO, weight: Weight, checkpoint: Checkpoint) -> dict[str, Any]:
+def _write_weight(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
     entry: dict[str, Any] = {"out_features": weight.shape[0], "bias_offset": -1}
     if len(weight.shape) == 1:
         values = checkpoint.tensor(f"{weight.modules[0]}.weight").float()
@@ -107,7 +106,8 @@ def _write_weight(file: BinaryIO, weight: Weight, checkpoint: Checkpoint) -> dic
         entry |= _append(file, dense_cpu.pack(linear.weight))
     if linear.bias is not None:
         entry["bias_offset"] = _append(file, linear.bias.float().numpy())["offset"]
-    return entry | {"segments": _segment_bounds(weight.shape[1])}
+    bounds = linear.segment_bounds or _segment_bounds(weight.shape[1])
+    return entry | {"segments": list(bounds)}
 
 
 def _input_scale(weight: Weight, stored: torch.Tensor | None) -> float:
@@ -134,10 +134,12 @@ def _packed_bytes(weight: Weight) -> int:
         return 4 * weight.shape[0]
     if weight.kind == "nvfp4":
         return bias + nvfp4_cpu.packed_size(weight.shape[0], weight.shape[1])
-    return bias + dense_cpu.packed_size(weight.shape[0], weight.shape[1], weight.dtype)
+    return bias + dense_cpu.packed_size(
+        weight.shape[0], weight.shape[1], getattr(torch, weight.dtype)
+    )
 
 
-def _segment_bounds(in_features: int) -> list[int]:
+def _segment_bounds(in_features: int) -> Sequence[int]:
     """K is reduced in 8 segments of whole blocks, whatever the number of ranks."""
     blocks = -(-in_features // BLOCK)
     return [i * blocks // SEGMENTS for i in range(SEGMENTS + 1)]

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from trtree.build.checkpoint import Checkpoint
 from trtree.build.engine_dir import EngineDirWriter, weights_file
 from trtree.build.lowering.reference import LinearImpl, ReferenceNetwork
-from trtree.build.lowering.weights import View, WeightPlan, plan_weights
+from trtree.build.lowering.weights import View, WeightPlan, WeightReader, plan_weights
 from trtree.build.network.network import Network, NetworkError, Owner, Weight
 from trtree.build.tensor_file import TensorFileWriter, TensorSpec
 from trtree.plugins.dense_linear.reference import PreparedDense
@@ -28,7 +27,7 @@ def write_files(
     out: EngineDirWriter,
     networks: Mapping[str, Network],
     weights: WeightPlan,
-    checkpoints: Mapping[Owner, Checkpoint],
+    checkpoints: Mapping[Owner, WeightReader],
     progress: Callable[[int], None],
 ) -> None:
     """Write every owner's weights; the networks are stored as they are."""
@@ -42,7 +41,7 @@ def write_weights(
     path: Path,
     owner: Owner,
     plan: WeightPlan,
-    checkpoint: Checkpoint,
+    checkpoint: WeightReader,
     progress: Callable[[int], None],
 ) -> None:
     """Stream the owner's stored weights from its checkpoint to one file.
@@ -109,7 +108,7 @@ def _specs(weight: Weight) -> dict[str, TensorSpec]:
     return {f"{weight.name}.{part}": spec for part, spec in specs.items()}
 
 
-def _tensors(weight: Weight, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def _tensors(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
     if len(weight.shape) == 1:
         return {f"{weight.name}.weight": checkpoint.tensor(f"{weight.modules[0]}.weight")}
     linear = checkpoint.linear(weight.modules)

@@ -4,10 +4,20 @@ The drafter's context pass fuses the keys and values of all layers into one prod
 its block pass those of one layer: the latter are rows of the former, stored once.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
+import torch
+
+from trtree.build.checkpoint import LinearWeight
 from trtree.build.network.network import Network, Weight
+
+
+class WeightReader(Protocol):
+    """Where lowerings read weights from: a Checkpoint, or what stands for one."""
+
+    def tensor(self, tensor_name: str) -> torch.Tensor: ...
+    def linear(self, modules: Sequence[str]) -> LinearWeight: ...
 
 
 class View(NamedTuple):

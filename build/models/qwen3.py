@@ -22,6 +22,7 @@ class Qwen3Config:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
+    qk_norm_eps: float  # of the per-head norms; rms_norm_eps but in widened networks
     tie_word_embeddings: bool
     max_position_embeddings: int
     windows: tuple[int | None, ...]  # per layer: sliding window in tokens, or None
@@ -48,6 +49,7 @@ class Qwen3Config:
             num_key_value_heads=read.positive("num_key_value_heads", heads),
             head_dim=head_dim,
             rms_norm_eps=read.number("rms_norm_eps"),
+            qk_norm_eps=read.number("qk_norm_eps", config.get("rms_norm_eps")),
             tie_word_embeddings=read.flag("tie_word_embeddings", False),
             max_position_embeddings=read.positive("max_position_embeddings"),
             windows=read.attention_windows(),
@@ -113,7 +115,7 @@ def rotated_heads(
 ) -> Tensor:
     """q or k [rows, heads * head_dim] -> normed per head and rotated [rows, heads, head_dim]."""
     x = g.split_heads(f"{which}_heads", x, heads)
-    x = g.rms_norm(f"{which}_norm", x, cfg.rms_norm_eps)
+    x = g.rms_norm(f"{which}_norm", x, cfg.qk_norm_eps)
     return g.rotary_embedding(f"{which}_rotated", x, positions, cfg.rope)
 
 

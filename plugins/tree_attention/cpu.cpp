@@ -54,13 +54,15 @@ void Visibility::assign_blocks(std::span<const Segment> segments, bool causal) {
 
 void append(const PagedKv& cache, std::span<const Segment> segments, const Heads& k,
             const Heads& v) {
-  const size_t bytes = cache.token_floats() * sizeof(float);
+  const size_t bytes = cache.head_dim * sizeof(float);
   for (const Segment& segment : segments) {
     for (int32_t row = 0; row < segment.num_rows; ++row) {
-      const int64_t to = cache.at(segment.pages, segment.prefix_length + row);
-      const int64_t from = segment.first_row + row;
-      std::memcpy(cache.k + to, k.data + from * k.stride, bytes);
-      std::memcpy(cache.v + to, v.data + from * v.stride, bytes);
+      for (int64_t head = 0; head < cache.heads; ++head) {
+        const int64_t to = cache.at(segment.pages, segment.prefix_length + row, head);
+        const int64_t from = segment.first_row + row;
+        std::memcpy(cache.k + to, k.data + from * k.stride + head * cache.head_dim, bytes);
+        std::memcpy(cache.v + to, v.data + from * v.stride + head * cache.head_dim, bytes);
+      }
     }
   }
 }
@@ -71,11 +73,12 @@ void attend(const Attention& attention, Parallel& parallel, Isa isa) {
     throw std::invalid_argument("tree attention needs a head size that is a multiple of " +
                                 std::to_string(kLanes) + ", not " + std::to_string(cache.head_dim));
   }
+  const int32_t tile_rows = attention.window > 0 ? 1 : kTileRows;
   std::vector<Tile> tiles;
   for (const Segment& segment : attention.segments) {
     for (int64_t head = 0; head < cache.heads; ++head) {
-      for (int32_t row = 0; row < segment.num_rows; row += kTileRows) {
-        tiles.push_back({&segment, row, std::min(kTileRows, segment.num_rows - row), head});
+      for (int32_t row = 0; row < segment.num_rows; row += tile_rows) {
+        tiles.push_back({&segment, row, std::min(tile_rows, segment.num_rows - row), head});
       }
     }
   }
@@ -87,17 +90,25 @@ void attend(const Attention& attention, Parallel& parallel, Isa isa) {
 }
 
 void commit(const PagedKv& cache, const Segment& segment, std::span<const int32_t> rows) {
-  const int64_t width = cache.token_floats();
-  std::vector<float> moved(rows.size() * 2 * width);  // read all, then write all
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const int64_t from = cache.at(segment.pages, segment.prefix_length + rows[i]);
-    std::memcpy(moved.data() + 2 * i * width, cache.k + from, width * sizeof(float));
-    std::memcpy(moved.data() + (2 * i + 1) * width, cache.v + from, width * sizeof(float));
-  }
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const int64_t to = cache.at(segment.pages, segment.prefix_length + static_cast<int64_t>(i));
-    std::memcpy(cache.k + to, moved.data() + 2 * i * width, width * sizeof(float));
-    std::memcpy(cache.v + to, moved.data() + (2 * i + 1) * width, width * sizeof(float));
+  const int64_t d = cache.head_dim;
+  const size_t bytes = d * sizeof(float);
+  std::vector<float> moved(rows.size() * 2 * d);
+  for (int64_t head = 0; head < cache.heads; ++head) {  // of each: read all, then write all
+    float* to = moved.data();
+    for (const int32_t row : rows) {
+      const int64_t from = cache.at(segment.pages, segment.prefix_length + row, head);
+      std::memcpy(to, cache.k + from, bytes);
+      std::memcpy(to + d, cache.v + from, bytes);
+      to += 2 * d;
+    }
+    const float* from = moved.data();
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const int64_t at =
+          cache.at(segment.pages, segment.prefix_length + static_cast<int64_t>(i), head);
+      std::memcpy(cache.k + at, from, bytes);
+      std::memcpy(cache.v + at, from + d, bytes);
+      from += 2 * d;
+    }
   }
 }
 

@@ -15,7 +15,8 @@
 
 namespace trtree::attention {
 
-// One layer's cache: k and v [num_pages, page_size, heads, head_dim].
+// One layer's cache: k and v [num_pages, heads, page_size, head_dim]. The keys of one head
+// lie together, so that reading them fills whole memory pages instead of touching one each.
 struct PagedKv {
   float* k = nullptr;
   float* v = nullptr;
@@ -23,11 +24,9 @@ struct PagedKv {
   int64_t heads = 0;
   int64_t head_dim = 0;
 
-  int64_t token_floats() const { return heads * head_dim; }
-  // Offset of a slot's first float.
-  int64_t at(std::span<const int32_t> pages, int64_t slot) const {
-    return (static_cast<int64_t>(pages[slot / page_size]) * page_size + slot % page_size) *
-           token_floats();
+  // Offset of a slot's first float of one head.
+  int64_t at(std::span<const int32_t> pages, int64_t slot, int64_t head) const {
+    return ((pages[slot / page_size] * heads + head) * page_size + slot % page_size) * head_dim;
   }
 };
 

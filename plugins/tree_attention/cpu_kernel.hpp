@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "plugins/lanes.hpp"
@@ -10,7 +11,7 @@
 
 namespace trtree::attention {
 
-// Rows of one task: enough to share the prefix's pointers and its place in the cache.
+// Rows of one task: enough to share each piece of the prefix that comes into the cache.
 inline constexpr int32_t kTileRows = 8;
 
 struct Tile {
@@ -31,8 +32,12 @@ struct Query {
 
 // A thread's storage, kept from tile to tile.
 struct Scratch {
-  std::vector<const float*> prefix;
-  std::vector<const float*> keys;
+  struct Tail {
+    int64_t first;  // in keys
+    int64_t count;
+  };
+  std::vector<const float*> keys;  // the prefix's, then each row's tail
+  std::vector<Tail> tails;
   std::vector<float> weights;
   std::vector<Query> queries;
 };
@@ -47,18 +52,34 @@ extern const TileKernel kAvx512Tile;
 
 namespace {
 
-// Scores of one query against up to four keys.
-inline void score(const Query& query, const float* const (&keys)[4], int count, int64_t d,
-                  float scale, float* scores) {
-  Lanes totals[4] = {};
+// Scores of Q queries against four keys, of which `count` are wanted.
+template <int Q>
+inline void score(const Query* queries, const float* const (&keys)[4], int count, int64_t d,
+                  float scale, int64_t at) {
+  Lanes totals[Q][4] = {};
   for (int64_t i = 0; i < d; i += kLanes) {
-    const Lanes q = load(query.q + i);
+    Lanes key[4];
 #pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) totals[k] = fma(q, load(keys[k] + i), totals[k]);
+    for (int k = 0; k < 4; ++k) key[k] = load(keys[k] + i);
+#pragma GCC unroll 2
+    for (int q = 0; q < Q; ++q) {
+      const Lanes query = load(queries[q].q + i);
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) totals[q][k] = fma(query, key[k], totals[q][k]);
+    }
   }
-  float sums[4];
-  sum4(totals, sums);
-  for (int k = 0; k < count; ++k) scores[k] = sums[k] * scale;
+#pragma GCC unroll 2
+  for (int q = 0; q < Q; ++q) {
+    float sums[4];
+    sum4(totals[q], sums);
+    float* const scores = queries[q].weights + at;
+    if (count == 4) {
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) scores[k] = sums[k] * scale;
+    } else {
+      for (int k = 0; k < count; ++k) scores[k] = sums[k] * scale;
+    }
+  }
 }
 
 // Scores -> exp(score - max), padded with zeros to whole lanes; returns their sum.
@@ -77,113 +98,132 @@ inline float softmax(float* weights, int64_t n) {
   return sum(total);
 }
 
-// C vectors of columns of sum(weight * v) / total over the visible list, for Q queries of
-// one row.
+// out[first ...] += weight * v over n keys in order, for Q queries and C vectors of columns.
 template <int Q, int C>
-inline void weighted_sum(const Query* queries, const float* const* values, int64_t first) {
-  Lanes sums[Q][C] = {};
-  for (int64_t key = 0; key < queries->visible; ++key) {
+inline void accumulate(const Query* queries, const float* const* values, int64_t n, int64_t at,
+                       int64_t first) {
+  Lanes sums[Q][C];
+  for (int q = 0; q < Q; ++q) {
+    for (int c = 0; c < C; ++c) sums[q][c] = load(queries[q].out + first + c * kLanes);
+  }
+  for (int64_t key = 0; key < n; ++key) {
     const float* v = values[key] + first;
 #pragma GCC unroll 2
     for (int q = 0; q < Q; ++q) {
-      const Lanes weight = fill(queries[q].weights[key]);
+      const Lanes weight = fill(queries[q].weights[at + key]);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[q][c] = fma(weight, load(v + c * kLanes), sums[q][c]);
     }
   }
   for (int q = 0; q < Q; ++q) {
-    for (int c = 0; c < C; ++c) {
-      store(queries[q].out + first + c * kLanes, sums[q][c] / queries[q].total);
-    }
+    for (int c = 0; c < C; ++c) store(queries[q].out + first + c * kLanes, sums[q][c]);
   }
 }
 
 // As many columns at a time as fit in registers.
 template <int Q>
-inline void weighted_sums(const Query* queries, const float* const* values, int64_t d) {
+inline void accumulate_all(const Query* queries, const float* const* values, int64_t n, int64_t at,
+                           int64_t d) {
   constexpr int kColumns = 4;
   int64_t first = 0;
   for (; first + kColumns * kLanes <= d; first += kColumns * kLanes) {
-    weighted_sum<Q, kColumns>(queries, values, first);
+    accumulate<Q, kColumns>(queries, values, n, at, first);
   }
-  for (; first < d; first += kLanes) weighted_sum<Q, 1>(queries, values, first);
+  for (; first < d; first += kLanes) accumulate<Q, 1>(queries, values, n, at, first);
 }
 
-// Calls fn(keys, count, index) for the visible keys in groups of four, by position; a
-// last group is filled up with its first key.
-template <typename Fn>
-inline void for_each_four(const float* const* keys, int64_t n, const Fn& fn) {
+// What `queries` do with keys in list positions at .. at + n, in order: scores, or the
+// weighted sum of values. Two queries at a time share their loads.
+inline void score_keys(std::span<const Query> queries, const float* const* keys, int64_t n,
+                       int64_t at, int64_t d, float scale) {
   for (int64_t i = 0; i < n; i += 4) {
     const int count = n - i < 4 ? static_cast<int>(n - i) : 4;
     const float* four[4];
     for (int k = 0; k < 4; ++k) four[k] = keys[i + (k < count ? k : 0)];
-    fn(four, count, i);
+    size_t q = 0;
+    for (; q + 2 <= queries.size(); q += 2) score<2>(&queries[q], four, count, d, scale, at + i);
+    if (q < queries.size()) score<1>(&queries[q], four, count, d, scale, at + i);
   }
 }
 
-// The oldest prefix key that a row sees, and the rows of its step that it sees.
-inline int64_t clip_to_window(const Attention& attention, const Segment& segment, int32_t row,
-                              std::span<const int32_t>& seen) {
-  if (attention.window == 0) return 0;
-  const int64_t oldest = std::max(0, attention.positions[row] - attention.window + 1);
-  while (!seen.empty() && attention.positions[segment.first_row + seen.front()] < oldest) {
-    seen = seen.subspan(1);
-  }
-  return std::min<int64_t>(oldest, segment.prefix_length);
+inline void sum_values(std::span<const Query> queries, const float* const* values, int64_t n,
+                       int64_t at, int64_t d) {
+  size_t q = 0;
+  for (; q + 2 <= queries.size(); q += 2) accumulate_all<2>(&queries[q], values, n, at, d);
+  if (q < queries.size()) accumulate_all<1>(&queries[q], values, n, at, d);
 }
 
-// One row and the heads that share a KV head.
-inline void attend_row(const Attention& attention, const Tile& tile, int32_t row_in_segment,
-                       const float* const* prefix, Scratch& scratch) {
-  const PagedKv& cache = attention.cache;
-  const Segment& segment = *tile.segment;
-  const int64_t d = cache.head_dim;
-  const int32_t row = segment.first_row + row_in_segment;
-  std::span<const int32_t> seen = attention.visibility->row(row);
-  const int64_t start = clip_to_window(attention, segment, row, seen);
+// Prefix keys that stay in the first-level cache while all queries of a tile read them.
+constexpr int64_t kChunk = 64;
 
-  // Keys and values of the visible list: pointers, so that pages cost nothing below.
-  std::vector<const float*>& keys = scratch.keys;
-  keys.assign(prefix + start, prefix + segment.prefix_length);
-  for (const int32_t other : seen) {
-    keys.push_back(cache.k + tile.kv_head * d +
-                   cache.at(segment.pages, segment.prefix_length + other));
-  }
-  const auto visible = static_cast<int64_t>(keys.size());
-  const auto group = static_cast<int>(attention.query_heads / cache.heads);
-  const int64_t stride = (visible + kLanes - 1) / kLanes * kLanes;
-  scratch.weights.resize(static_cast<size_t>(stride) * group);
-  scratch.queries.clear();
-  for (int g = 0; g < group; ++g) {
-    const int64_t head = tile.kv_head * group + g;
-    scratch.queries.push_back({attention.q.data + row * attention.q.stride + head * d,
-                               attention.output + row * attention.output_stride + head * d,
-                               scratch.weights.data() + g * stride, visible, 0});
-  }
-  for_each_four(keys.data(), visible, [&](const float* const(&four)[4], int count, int64_t at) {
-    for (const Query& query : scratch.queries) {
-      score(query, four, count, d, attention.scale, query.weights + at);
-    }
-  });
-  for (Query& query : scratch.queries) query.total = softmax(query.weights, visible);
-
-  const int64_t values = cache.v - cache.k;
-  for (const float*& key : keys) key += values;
-  int g = 0;
-  for (; g + 2 <= group; g += 2) weighted_sums<2>(&scratch.queries[g], keys.data(), d);
-  if (g < group) weighted_sums<1>(&scratch.queries[g], keys.data(), d);
-}
-
+// The rows of a tile share the prefix; a window, which may begin elsewhere for each row,
+// has tiles of one row.
 inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& scratch) {
   const PagedKv& cache = attention.cache;
   const Segment& segment = *tile.segment;
-  scratch.prefix.clear();
-  const float* const keys = cache.k + tile.kv_head * cache.head_dim;
-  for (int64_t slot = 0; slot < segment.prefix_length; ++slot) {
-    scratch.prefix.push_back(keys + cache.at(segment.pages, slot));
+  const int64_t d = cache.head_dim;
+  const auto group = static_cast<size_t>(attention.query_heads / cache.heads);
+  const int64_t values = cache.v - cache.k;
+  const auto key_at = [&](int64_t slot) {
+    return cache.k + cache.at(segment.pages, slot, tile.kv_head);
+  };
+
+  int64_t oldest = 0;  // position
+  if (attention.window > 0) {
+    const int32_t position = attention.positions[segment.first_row + tile.first_row];
+    oldest = std::max(0, position - attention.window + 1);
   }
+  const int64_t start = std::min<int64_t>(oldest, segment.prefix_length);
+  const int64_t prefix = segment.prefix_length - start;
+  scratch.keys.clear();
+  for (int64_t i = 0; i < prefix; ++i) scratch.keys.push_back(key_at(start + i));
+
+  // Queries of a row stand together. Their lists are the prefix, then the row's tail.
+  scratch.tails.clear();
+  scratch.queries.clear();
+  const int64_t stride = (prefix + segment.num_rows + kLanes - 1) / kLanes * kLanes;
+  scratch.weights.resize(static_cast<size_t>(stride) * tile.num_rows * group);
   for (int32_t r = 0; r < tile.num_rows; ++r) {
-    attend_row(attention, tile, tile.first_row + r, scratch.prefix.data(), scratch);
+    const int32_t row = segment.first_row + tile.first_row + r;
+    const auto before = static_cast<int64_t>(scratch.keys.size());
+    for (const int32_t other : attention.visibility->row(row)) {
+      if (attention.positions[segment.first_row + other] < oldest) continue;
+      scratch.keys.push_back(key_at(segment.prefix_length + other));
+    }
+    const auto tail = static_cast<int64_t>(scratch.keys.size()) - before;
+    scratch.tails.push_back({before, tail});
+    for (size_t g = 0; g < group; ++g) {
+      const int64_t head = tile.kv_head * static_cast<int64_t>(group) + static_cast<int64_t>(g);
+      float* const out = attention.output + row * attention.output_stride + head * d;
+      std::fill_n(out, d, 0.0f);
+      const int64_t index = static_cast<int64_t>(scratch.queries.size());
+      scratch.queries.push_back({attention.q.data + row * attention.q.stride + head * d, out,
+                                 scratch.weights.data() + index * stride, prefix + tail, 0});
+    }
+  }
+
+  const std::span<Query> queries(scratch.queries);
+  for (int64_t at = 0; at < prefix; at += kChunk) {
+    score_keys(queries, scratch.keys.data() + at, std::min(kChunk, prefix - at), at, d,
+               attention.scale);
+  }
+  for (size_t r = 0; r < scratch.tails.size(); ++r) {
+    const auto [first, count] = scratch.tails[r];
+    score_keys(queries.subspan(r * group, group), scratch.keys.data() + first, count, prefix, d,
+               attention.scale);
+  }
+  for (Query& query : queries) query.total = softmax(query.weights, query.visible);
+
+  for (const float*& key : scratch.keys) key += values;
+  for (int64_t at = 0; at < prefix; at += kChunk) {
+    sum_values(queries, scratch.keys.data() + at, std::min(kChunk, prefix - at), at, d);
+  }
+  for (size_t r = 0; r < scratch.tails.size(); ++r) {
+    const auto [first, count] = scratch.tails[r];
+    sum_values(queries.subspan(r * group, group), scratch.keys.data() + first, count, prefix, d);
+  }
+  for (const Query& query : queries) {
+    for (int64_t i = 0; i < d; i += kLanes) store(query.out + i, load(query.out + i) / query.total);
   }
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 # A benchmark is a module of this package with this name. Its docstring is its help.
-BENCHES = ("gpu", "linear", "tree")
+BENCHES = ("decode", "gpu", "linear", "tree")
 
 
 class Bench(Protocol):

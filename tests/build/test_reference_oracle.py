@@ -16,7 +16,7 @@ from trtree import _core
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint
 from trtree.build.options import BuildOptions
-from trtree.plugins.nvfp4_linear import format as nvfp4
+from trtree.runtime.bench.against_dflash import load_dequantized
 from trtree.runtime.engines import open_engine
 
 TOLERANCE = 1e-4
@@ -129,20 +129,7 @@ def test_target_against_transformers(tmp_path: Path, changes: dict[str, Any]) ->
 @pytest.fixture(scope="module")
 def dequantized_demo() -> Any:
     """transformers' model of the demo target, NVFP4 weights dequantized."""
-    checkpoint = Checkpoint.open(DEMO / "target_nvfp4")
-    modules = {name.rpartition(".")[0] for name in checkpoint.names()}
-    tensors = {}
-    for module in sorted(modules):
-        if len(checkpoint.info(f"{module}.weight").shape) == 1:
-            tensors[f"{module}.weight"] = checkpoint.tensor(f"{module}.weight").float()
-            continue
-        weight = checkpoint.linear([module]).weight
-        tensors[f"{module}.weight"] = (
-            nvfp4.dequantize(weight)
-            if isinstance(weight, nvfp4.QuantizedTensor)
-            else weight.float()
-        )
-    return load_transformers(dict(checkpoint.config), tensors)
+    return load_dequantized(Checkpoint.open(DEMO / "target_nvfp4"))
 
 
 def test_drafter_against_the_published_package(demo_engine: Any, dequantized_demo: Any) -> None:

@@ -1,5 +1,6 @@
 #include "runtime/cpp/cpu/row_ops.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -19,8 +20,8 @@ namespace trtree::cpu {
 namespace {
 
 constexpr int kPartialSums = 8;
-// Rows per task: below this, waking a thread costs more than the work.
-constexpr int64_t kRowGrain = 4;
+// Rows per task, so that a task is worth waking a thread for.
+int64_t row_grain(int64_t width) { return std::max<int64_t>(1, 65536 / width); }
 
 TRTREE_CLONES void norm_part(const float* x, const float* weight, int64_t n, double eps, float* y) {
   double partial[kPartialSums] = {};
@@ -76,7 +77,7 @@ TRTREE_CLONES int32_t argmax_row(const float* x, int64_t n) {
 void rms_norm(const Matrix& x, const float* weight, int64_t heads, double eps, const Matrix& y,
               Parallel& parallel) {
   const int64_t n = x.width / heads;
-  parallel.parallel_for(x.rows, kRowGrain, [&](int64_t begin, int64_t end) {
+  parallel.parallel_for(x.rows, row_grain(x.width), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       for (int64_t h = 0; h < heads; ++h) {
         norm_part(x.row(r) + h * n, weight, n, eps, y.row(r) + h * n);
@@ -104,7 +105,7 @@ void rotary_embedding(const Matrix& x, const double* angles, const PlanRope& rop
   // Element i of a pair list stands at i * step, its partner `apart` behind it.
   const int64_t step = rope.interleaved ? 2 : 1;
   const int64_t apart = rope.interleaved ? 1 : n;
-  parallel.parallel_for(x.rows, kRowGrain, [&](int64_t begin, int64_t end) {
+  parallel.parallel_for(x.rows, row_grain(x.width), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const double* const cosines = angles + r * 2 * n;
       const double* const sines = cosines + n;
@@ -124,13 +125,13 @@ void rotary_embedding(const Matrix& x, const double* angles, const PlanRope& rop
 
 void silu_mul(const Matrix& gate, const Matrix& up, const Matrix& y, Parallel& parallel, Isa isa) {
   const trtree::silu_mul::RowKernel kernel = trtree::silu_mul::row_kernel(isa);
-  parallel.parallel_for(y.rows, kRowGrain, [&](int64_t begin, int64_t end) {
+  parallel.parallel_for(y.rows, row_grain(y.width), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) kernel(gate.row(r), up.row(r), y.width, y.row(r));
   });
 }
 
 void add(const Matrix& a, const Matrix& b, const Matrix& y, Parallel& parallel) {
-  parallel.parallel_for(y.rows, kRowGrain, [&](int64_t begin, int64_t end) {
+  parallel.parallel_for(y.rows, row_grain(y.width), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) add_row(a.row(r), b.row(r), y.width, y.row(r));
   });
 }
