@@ -17,8 +17,10 @@ from rich.table import Table
 from trtree.build import builder
 from trtree.build.checkpoint import CheckpointError
 from trtree.build.engine_dir import EngineDir, EngineDirError
+from trtree.build.hardware import Hardware
+from trtree.build.lowering.tensorrt.library import gpu_backend
 from trtree.build.network.network import NetworkError
-from trtree.build.options import BuildOptions, OptionError, read_options
+from trtree.build.options import BACKENDS, BuildOptions, OptionError, parse_sms, read_options
 from trtree.build.plan import memory_plan
 from trtree.build.tree_tables import choices_from_log_probs, choices_to_json, medusa_tables
 from trtree.runtime.calibration import calibrate
@@ -42,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     options = _options(args)
     if args.plan:
-        Console().print(_plan_table(builder.plan(options)))
+        Console().print(_plan_table(builder.plan(options), args.hardware))
         return 0
     started = time.perf_counter()
     description = builder.describe(options)
-    total = sum(description.weight_bytes(owner) for owner in description.owners())
+    total = sum(description.weight_bytes(owner) for owner in description.owners()) * options.tp
     calibrating = _calibration(description) if options.tree == "static" else None
     with byte_progress("weights", total) as advance:
         path = builder.write(description, force=args.force, calibrate=calibrating, progress=advance)
@@ -56,7 +58,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> BuildOptions:
     """The configuration file's options, overridden by the flags given."""
-    options = read_options(args.config)
+    if args.sm is not None:
+        args.sm = parse_sms(args.sm)
+    options = read_options(args.config, {"backend": gpu_backend() or "cpu"})
     flags = {
         name: getattr(args, name)
         for name in vars(args)
@@ -96,10 +100,14 @@ def _calibration(description: builder.EngineDescription) -> Any:
     return run
 
 
-def _plan_table(plan: builder.EngineDescription) -> Table:
-    title = f"plan of {plan.options.checkpoint}, per rank (of 1)"
+def _plan_table(plan: builder.EngineDescription, hardware_file: Path | None) -> Table:
+    options = plan.options
+    hardware = Hardware.read(hardware_file) if hardware_file else None
+    if hardware and options.on_tensorrt:
+        hardware.check(options.sm, options.tp)
+    title = f"plan of {options.checkpoint}, per rank (of {options.tp})"
     table = Table(title=title, box=SIMPLE_HEAVY, show_header=False)
-    for name, value in memory_plan(plan):
+    for name, value in memory_plan(plan, hardware):
         table.add_row(name, value)
     return table
 
@@ -165,7 +173,18 @@ def _parser() -> argparse.ArgumentParser:
         help="engine directory to write (default: engines/demo)",
     )
     add("--force", action="store_true", help="replace an engine that is already there")
-    add("--backend", choices=("cpu", "reference"), help="what will run the engine (default: cpu)")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        help="what will run the engine (default: tensorrt where it is installed and "
+        "sees a GPU, else cpu)",
+    )
+    add(
+        "--sm",
+        metavar="SM[,SM...]",
+        help="GPUs of a TensorRT engine: 120 (RTX PRO 6000 Blackwell), 89, ... (default: 120)",
+    )
+    add("--tp", type=int, metavar="N", help="ranks of a TensorRT engine (default: 1)")
     add(
         "--tree-budget",
         type=int,
@@ -207,7 +226,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens the KV pool holds, all requests together (default: 8192)",
     )
-    add("--max-batch-size", type=int, metavar="N", help="requests per step (default: 8)")
+    add(
+        "--max-batch-size",
+        "--max-batch",
+        type=int,
+        metavar="N",
+        help="requests per step (default: 8)",
+    )
     add("--max-num-rows", type=int, metavar="N", help="rows per step (default: 512)")
     add(
         "--max-seq-len",
@@ -231,6 +256,12 @@ def _parser() -> argparse.ArgumentParser:
         "--plan",
         action="store_true",
         help="print memory and tree sizes from configuration files alone; build nothing",
+    )
+    add(
+        "--hardware",
+        type=Path,
+        metavar="FILE",
+        help="with --plan: a machine to check against, such as configs/hardware/rtx_pro_6000.yaml",
     )
     return parser
 

@@ -19,11 +19,12 @@ from trtree.build.engine_dir import (
     writing,
 )
 from trtree.build.lowering import LOWERINGS
+from trtree.build.lowering.tensorrt import backend as tensorrt
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
 from trtree.build.network.graph import Graph
-from trtree.build.network.network import Network, Owner
+from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError
 from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, SourceWithWeights
 
@@ -57,7 +58,22 @@ class EngineDescription:
         return ["target", "drafter"] if self.drafter else ["target"]
 
     def weight_bytes(self, owner: Owner) -> int:
+        """Weights of an owner's networks on one rank."""
+        if self.options.on_tensorrt:
+            return tensorrt.rank_bytes(self.options, self.networks, owner)
         return LOWERINGS[self.options.backend].stored_bytes(self.weights, owner)
+
+    @property
+    def engine_sizes(self) -> tensorrt.EngineSizes:
+        """What TensorRT engines of this description are built for."""
+        return tensorrt.EngineSizes(
+            max_batch_size=self.options.max_batch_size,
+            max_chunk=self.options.max_num_rows,
+            verify_width=self.options.verify_width if self.drafter else 1,
+            max_verify_width=1 + self.options.largest_budget if self.drafter else 1,
+            block_size=self.block_size,
+            max_seq_len=self.max_seq_len,
+        )
 
 
 def describe(options: BuildOptions) -> EngineDescription:
@@ -113,7 +129,8 @@ def describe_source(
         drafter.check_target(config)
     top_k = _top_k(options, target.vocab_size) if drafter else 0
 
-    graph = Graph("target", source)
+    dtype: DType = tensorrt.DTYPE if options.on_tensorrt else "float32"
+    graph = Graph("target", source, dtype=dtype)
     family.build(graph, target, drafter.target_layer_ids if drafter else ())
     networks = {"target": graph.network}
     if drafter:
@@ -122,11 +139,13 @@ def describe_source(
             len(drafter.target_layer_ids),
             drafter.causal,
         )
-        context = Graph("drafter_context", source, owner="drafter")
+        context = Graph("drafter_context", source, dtype=dtype, owner="drafter")
         dflash.build_context(context, layers)
-        block = Graph("drafter_block", source, owner="drafter")
+        block = Graph("drafter_block", source, dtype=dtype, owner="drafter")
         dflash.build_block(block, layers, target, top_k)
         networks |= {"drafter_context": context.network, "drafter_block": block.network}
+    if options.on_tensorrt:
+        tensorrt.check(options, networks)
     return EngineDescription(
         options=options,
         source=source,
@@ -157,20 +176,42 @@ def write(
     if not isinstance(source, SourceWithWeights):
         raise TypeError("a description made by plan() has no weights to write")
     with writing(options.output, force=force) as out:
-        LOWERINGS[options.backend].write_files(
-            out,
-            description.networks,
-            description.weights,
-            {owner: source.checkpoint(owner) for owner in description.owners()},
-            progress,
-        )
+        manifest = manifest_of(description) | _write_weights(out, description, source, progress)
         out.networks(description.networks)
         _copy_text_files(out, options.checkpoint)
-        out.finish(_manifest(description))
+        out.finish(manifest)
         if calibrate:
             out.json(TREE_TABLES, calibrate(out.path))
-            out.finish(_manifest(description))
+            out.finish(manifest)
     return options.output
+
+
+def _write_weights(
+    out: EngineDirWriter,
+    description: EngineDescription,
+    source: SourceWithWeights,
+    progress: Callable[[int], None],
+) -> dict[str, Any]:
+    """The backend's own files; returns what its manifest says beside the usual."""
+    options = description.options
+    if options.on_tensorrt:
+        built = tensorrt.build_engines(
+            out.path,
+            options,
+            description.networks,
+            description.engine_sizes,
+            source.checkpoint,
+            progress,
+        )
+        return {"sm": list(options.sm), "tensorrt": built}
+    LOWERINGS[options.backend].write_files(
+        out,
+        description.networks,
+        description.weights,
+        {owner: source.checkpoint(owner) for owner in description.owners()},
+        progress,
+    )
+    return {}
 
 
 def _block_size(options: BuildOptions, drafter: DrafterConfig | None) -> int:
@@ -195,6 +236,9 @@ def _max_seq_len(options: BuildOptions, model_limit: int) -> int:
             f"max_seq_len {options.max_seq_len} is above the model's "
             f"max_position_embeddings {model_limit}"
         )
+    if options.on_tensorrt:
+        # Every request owns its part of the cache.
+        return min(options.max_seq_len or options.kv_tokens // options.max_batch_size, model_limit)
     return min(options.max_seq_len or model_limit, options.num_pages * options.page_size)
 
 
@@ -219,7 +263,8 @@ def _copy_text_files(out: EngineDirWriter, checkpoint: Path) -> None:
         out.copy(checkpoint / GENERATION_CONFIG, GENERATION_CONFIG)
 
 
-def _manifest(description: EngineDescription) -> dict[str, Any]:
+def manifest_of(description: EngineDescription) -> dict[str, Any]:
+    """The manifest but for what only the finished files tell."""
     options = description.options
     return {
         "builder": _versions(["trtree", "torch", "safetensors", "numpy"]),
@@ -235,7 +280,7 @@ def _manifest(description: EngineDescription) -> dict[str, Any]:
             "max_num_rows": options.max_num_rows,
             "max_seq_len": description.max_seq_len,
         },
-        "mapping": {"world_size": 1, "tp_size": 1},
+        "mapping": {"world_size": options.tp, "tp_size": options.tp},
         "speculative_config": _speculative_config(description),
     }
 

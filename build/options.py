@@ -9,6 +9,9 @@ import yaml
 
 from trtree.build.network.network import Activations
 
+TENSORRT_BACKENDS = ("tensorrt", "tensorrt-rtx")
+BACKENDS = ("cpu", "reference", *TENSORRT_BACKENDS)
+
 
 class OptionError(ValueError):
     """An option of the wrong type or out of range; names it, its value and what is allowed."""
@@ -22,6 +25,8 @@ class BuildOptions:
     drafter: Path | None = None
     output: Path = Path("engines/demo")
     backend: str = "cpu"
+    sm: tuple[int, ...] = (120,)  # GPUs of a TensorRT engine, as compute capability times 10
+    tp: int = 1  # ranks of a TensorRT engine
     tree: Literal["dynamic", "static"] = "dynamic"
     tree_budget: int = 16
     max_tree_budget: int | None = None  # default: tree_budget, at least 64
@@ -44,6 +49,7 @@ class BuildOptions:
             "max_batch_size",
             "max_num_rows",
             "calibration_tokens",
+            "tp",
         ):
             _at_least(name, getattr(self, name), 1)
         for name, least in (
@@ -56,7 +62,11 @@ class BuildOptions:
                 _at_least(name, getattr(self, name), least)
         _one_of("tree", self.tree, ("dynamic", "static"))
         _one_of("activations", self.activations, (None, "nvfp4", "bf16", "float32"))
-        _one_of("backend", self.backend, ("cpu", "reference"))
+        _one_of("backend", self.backend, BACKENDS)
+        for sm in self.sm:
+            _at_least("sm", sm, 1)
+        if self.tp > 1 and not self.on_tensorrt:
+            raise OptionError(f"tp {self.tp}: backend {self.backend} runs on one rank")
         if self.max_tree_budget is not None and self.max_tree_budget < self.tree_budget:
             raise OptionError(
                 f"max_tree_budget {self.max_tree_budget} is below tree_budget {self.tree_budget}"
@@ -66,6 +76,10 @@ class BuildOptions:
                 f"max_num_rows {self.max_num_rows} is below the largest verify width "
                 f"{1 + self.largest_budget} (1 + max_tree_budget)"
             )
+
+    @property
+    def on_tensorrt(self) -> bool:
+        return self.backend in TENSORRT_BACKENDS
 
     @property
     def verify_width(self) -> int:
@@ -90,8 +104,10 @@ class BuildOptions:
         return replace(self, **changes)
 
 
-def read_options(file: Path) -> BuildOptions:
+def read_options(file: Path, defaults: Mapping[str, Any] | None = None) -> BuildOptions:
     """Read a YAML file; relative checkpoint paths are relative to it.
+
+    ``defaults`` stand for options that the file does not name.
 
     Raises:
         OptionError: not readable, not YAML, an unknown key, or an invalid value.
@@ -115,10 +131,25 @@ def read_options(file: Path) -> BuildOptions:
             data[key] = file.parent / str(data[key])
     if data.get("output") is not None:
         data["output"] = Path(str(data["output"]))
+    if "sm" in data:
+        data["sm"] = parse_sms(data["sm"])
     try:
-        return BuildOptions(**data)
+        return BuildOptions(**{**(defaults or {}), **data})
     except OptionError as error:
         raise OptionError(f"{file}: {error}") from None
+
+
+def parse_sms(value: Any) -> tuple[int, ...]:
+    """``120``, ``"89,120"`` or ``[89, 120]`` -> (89, 120).
+
+    Raises:
+        OptionError: something else.
+    """
+    parts = value if isinstance(value, list) else str(value).split(",")
+    try:
+        return tuple(sorted({int(part) for part in parts}))
+    except ValueError:
+        raise OptionError(f"sm must be numbers such as 120 or 89,120, not {value!r}") from None
 
 
 def _at_least(name: str, value: Any, least: int) -> None:

@@ -1,6 +1,9 @@
 """Memory of an engine per rank, and the sizes of its trees."""
 
 from trtree.build.builder import EngineDescription
+from trtree.build.hardware import Hardware
+from trtree.build.lowering.tensorrt.backend import encoding
+from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
 from trtree.build.network.network import State
 
 
@@ -10,15 +13,22 @@ def kv_bytes_per_token(description: EngineDescription) -> int:
     return sum(_state_bytes(state) for state in states.values())
 
 
-def memory_plan(description: EngineDescription) -> list[tuple[str, str]]:
-    """Rows of a table: what, and how much of it."""
+def memory_plan(
+    description: EngineDescription, hardware: Hardware | None = None
+) -> list[tuple[str, str]]:
+    """Rows of a table for one rank: what, and how much of it."""
     options = description.options
-    tokens = options.num_pages * options.page_size
-    kv = tokens * kv_bytes_per_token(description)
-    weights = {owner: description.weight_bytes(owner) for owner in description.owners()}
-    rows = [(f"{owner} weights", _bytes(size)) for owner, size in weights.items()]
-    rows.append((f"KV, {tokens} tokens in pages of {options.page_size}", _bytes(kv)))
-    rows.append(("total", _bytes(sum(weights.values()) + kv)))
+    sizes = [
+        (f"{owner} weights", description.weight_bytes(owner)) for owner in description.owners()
+    ]
+    sizes += _tensorrt_memory(description) if options.on_tensorrt else [_paged_kv(description)]
+    total = sum(size for _, size in sizes)
+    rows = [(name, _bytes(size)) for name, size in sizes]
+    rows.append(("total", _bytes(total)))
+    if hardware:
+        rows.append((f"memory of {hardware.name}", _bytes(hardware.memory_bytes)))
+        left = hardware.memory_bytes - total
+        rows.append(("left", _bytes(left) if left >= 0 else f"none: {_bytes(-left)} too much"))
     rows.append(("longest request", f"{description.max_seq_len} tokens"))
     if description.drafter:
         rows.append(("tree budget", f"{options.tree_budget} nodes"))
@@ -29,6 +39,29 @@ def memory_plan(description: EngineDescription) -> list[tuple[str, str]]:
         mask_words = -(-options.verify_width // 32)
         mask = options.verify_width * mask_words
         rows.append(("packed mask", f"{mask} words per request and step"))
+    return rows
+
+
+def _paged_kv(description: EngineDescription) -> tuple[str, int]:
+    options = description.options
+    tokens = options.num_pages * options.page_size
+    name = f"KV, {tokens} tokens in pages of {options.page_size}"
+    return name, tokens * kv_bytes_per_token(description)
+
+
+def _tensorrt_memory(description: EngineDescription) -> list[tuple[str, int]]:
+    """Contiguous caches; networks run one after another and share their workspace."""
+    sizes, how = description.engine_sizes, encoding(description.options, 0)
+    networks = description.networks
+    per_owner = [networks[name] for name in ("target", "drafter_block") if name in networks]
+    kv = sum(kv_bytes(network, sizes, how) for network in per_owner)
+    needs = [workspace(network, sizes, how) for network in networks.values()]
+    rows = [
+        (f"KV, {sizes.max_batch_size} requests of {sizes.cache_length} slots", kv),
+        ("activations (estimate)", max(need.activations + need.logits for need in needs)),
+    ]
+    if widened := max(need.widened for need in needs):
+        rows.append(("widened weight (estimate)", widened))
     return rows
 
 

@@ -52,7 +52,7 @@ def write_weights(
     specs = {name: spec for weight in weights for name, spec in _specs(weight).items()}
     with TensorFileWriter(path, specs) as writer:
         for weight in weights:
-            for name, tensor in _tensors(weight, checkpoint).items():
+            for name, tensor in read_weight(weight, checkpoint).items():
                 writer.write(name, tensor)
             progress(sum(spec.nbytes for spec in _specs(weight).values()))
 
@@ -108,7 +108,8 @@ def _specs(weight: Weight) -> dict[str, TensorSpec]:
     return {f"{weight.name}.{part}": spec for part, spec in specs.items()}
 
 
-def _tensors(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
+def read_weight(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
+    """What is stored of one weight, by the name it is stored under."""
     if len(weight.shape) == 1:
         return {f"{weight.name}.weight": checkpoint.tensor(f"{weight.modules[0]}.weight")}
     linear = checkpoint.linear(weight.modules)

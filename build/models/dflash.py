@@ -38,7 +38,7 @@ def build_context(g: Graph, cfg: DFlashConfig) -> None:
         for which in "kv"
     ]
     kv_size = layers.num_key_value_heads * layers.head_dim
-    parts = g.linears(modules, context, [kv_size] * len(modules))
+    parts = g.linears(modules, context, [kv_size] * len(modules), parallel="column")
     for i in range(layers.num_hidden_layers):
         with g.scope(f"layers.{i}.self_attn"):
             k = qwen3.rotated_heads(
@@ -79,7 +79,14 @@ def build_block(g: Graph, cfg: DFlashConfig, target: qwen3.Qwen3Config, top_k: i
             x = g.add("mlp_residual", x, h)
     h = g.gather_rows("output_hidden", x, rows.output_rows)
     h = g.rms_norm("norm", h, layers.rms_norm_eps)
-    logits = g.linear(target.head_module, h, target.vocab_size, name="lm_head", owner="target")
+    logits = g.linear(
+        target.head_module,
+        h,
+        target.vocab_size,
+        name="lm_head",
+        owner="target",
+        parallel="column",
+    )
     log_probs, ids = g.top_k_log_probs("top_k", logits, top_k)
     g.output("log_probs", log_probs)
     g.output("token_ids", ids)

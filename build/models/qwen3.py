@@ -80,7 +80,7 @@ def build(g: Graph, cfg: Qwen3Config, captured_layers: Sequence[int]) -> None:
         g.output("captured", g.concat("captured", [captures[i] for i in captured_layers]))
     h = g.gather_rows("output_hidden", x, rows.output_rows)
     h = g.rms_norm("model.norm", h, cfg.rms_norm_eps)
-    logits = g.linear(cfg.head_module, h, cfg.vocab_size, name="lm_head")
+    logits = g.linear(cfg.head_module, h, cfg.vocab_size, name="lm_head", parallel="column")
     g.output("logits", logits)
     g.output("argmax", g.argmax("argmax", logits))
 
@@ -99,15 +99,17 @@ def attention(
         q_size = cfg.num_attention_heads * cfg.head_dim
         kv_size = cfg.num_key_value_heads * cfg.head_dim
         if fuse_query:
-            q, k, v = g.linears(["q_proj", "k_proj", "v_proj"], h, [q_size, kv_size, kv_size])
+            modules = ["q_proj", "k_proj", "v_proj"]
+            q, k, v = g.linears(modules, h, [q_size, kv_size, kv_size], parallel="column")
         else:
-            q = g.linear("q_proj", h, q_size)
-            k, v = g.linears(["k_proj", "v_proj"], h, [kv_size, kv_size])
+            q = g.linear("q_proj", h, q_size, parallel="column")
+            k, v = g.linears(["k_proj", "v_proj"], h, [kv_size, kv_size], parallel="column")
         q = rotated_heads(g, "q", q, rows.positions, cfg.num_attention_heads, cfg)
         k = rotated_heads(g, "k", k, rows.positions, cfg.num_key_value_heads, cfg)
         kv = append(g, k, v, rows.slots, cfg)
         out = g.tree_attention(q, rows, kv, window=window)
-        return g.linear("o_proj", g.merge_heads("merged", out), cfg.hidden_size)
+        merged = g.merge_heads("merged", out)
+        return g.linear("o_proj", merged, cfg.hidden_size, parallel="row")
 
 
 def rotated_heads(
@@ -129,5 +131,6 @@ def append(g: Graph, k: Tensor, v: Tensor, slots: Tensor, cfg: Qwen3Config) -> S
 def gated_mlp(g: Graph, h: Tensor, intermediate: int, hidden: int) -> Tensor:
     """down(silu(gate(h)) * up(h)), h [rows, hidden]."""
     with g.scope("mlp"):
-        gate, up = g.linears(["gate_proj", "up_proj"], h, [intermediate, intermediate])
-        return g.linear("down_proj", g.silu_mul("activated", gate, up), hidden)
+        sizes = [intermediate, intermediate]
+        gate, up = g.linears(["gate_proj", "up_proj"], h, sizes, parallel="column")
+        return g.linear("down_proj", g.silu_mul("activated", gate, up), hidden, parallel="row")

@@ -8,7 +8,7 @@ so that they read as in the checkpoint.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from trtree.build.network.network import (
     Activations,
@@ -44,6 +44,11 @@ OP_KINDS = frozenset(
         "tree_attention",
     }
 )
+
+
+# How ranks share a linear: "column" splits each module's out_features, so that its result
+# is split too; "row" splits in_features, and the ranks' partial results are summed.
+Parallel = Literal["column", "row"]
 
 
 @dataclass(frozen=True)
@@ -157,20 +162,32 @@ class Graph:
         *,
         name: str | None = None,
         owner: Owner | None = None,
+        parallel: Parallel | None = None,
     ) -> Tensor:
         """x [rows, in_features] -> [rows, out_features]: x @ weight.T (+ bias).
 
-        ``name`` is the op's, where it is not the module's.
+        ``name`` is the op's, where it is not the module's. ``parallel`` says how ranks
+        share it; the shapes here are those of all ranks together.
         """
-        return self._linear([module], name or module, x, [out_features], owner)
+        return self._linear([module], name or module, x, [out_features], owner, parallel)
 
-    def linears(self, modules: Sequence[str], x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def linears(
+        self,
+        modules: Sequence[str],
+        x: Tensor,
+        sizes: Sequence[int],
+        *,
+        parallel: Parallel | None = None,
+    ) -> list[Tensor]:
         """Several linears of one input, fused into one where their weights are of one kind."""
         in_features = _static(x.shape[-1], f"{modules[0]}: in_features")
         infos = self._infos(modules, sizes, in_features, self._owner)
         if not all(info.fuses_with(infos[0]) for info in infos):
-            return [self.linear(m, x, size) for m, size in zip(modules, sizes, strict=True)]
-        fused = self._linear(modules, "+".join(modules), x, sizes, None)
+            return [
+                self.linear(module, x, size, parallel=parallel)
+                for module, size in zip(modules, sizes, strict=True)
+            ]
+        fused = self._linear(modules, "+".join(modules), x, sizes, None, parallel)
         return list(
             self._op(
                 "split",
@@ -314,11 +331,13 @@ class Graph:
         x: Tensor,
         sizes: Sequence[int],
         owner: Owner | None,
+        parallel: Parallel | None,
     ) -> Tensor:
         in_features = _static(x.shape[-1], f"{name}: in_features")
         weight = self._weight(modules, sizes, in_features, owner)
         shape = (*x.shape[:-1], sum(sizes))
-        return self._op("linear", name, [x], [shape], weights=[weight])[0]
+        attrs = {"parallel": parallel} if parallel else {}
+        return self._op("linear", name, [x], [shape], weights=[weight], attrs=attrs)[0]
 
     def _reshape(self, name: str, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
         return self._op("reshape", name, [x], [shape], dtypes=[x.dtype])[0]

@@ -30,6 +30,10 @@ def load_engine(engine: EngineDir, *, num_threads: int | None = None) -> _core.E
         # Its many small operations run several times slower on two threads than on one.
         torch.set_num_threads(num_threads or 1)
         return ReferenceEngine(engine)
+    if backend in ("tensorrt", "tensorrt-rtx"):
+        from trtree.runtime.engines.tensorrt_cuda import load_tensorrt_engine
+
+        return load_tensorrt_engine(engine)
     raise EngineDirError(f"{engine.path}: backend {backend!r} is not known to this trtree")
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from steps import prefill, run_rows
 
 from engines import ROOT
+from steps import prefill, run_rows
 from trtree import _core
 from trtree.build.bench.widen import Shape
 from trtree.build.bench.widened import build_widened

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from steps import prefill, random_tree, run_rows
 
 from engines import ROOT
+from steps import prefill, random_tree, run_rows
 from trtree import _core
 from trtree.build.lowering.reference import _OPS, StepContext
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from steps import path_to, prefill, random_tree, run_rows
 
+from steps import path_to, prefill, random_tree, run_rows
 from trtree import _core
 from trtree.build.engine_dir import EngineDir
 from trtree.runtime.engines.cpu import load_cpu_engine

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_target import random_target
-from steps import path_to, prefill, random_tree, run_rows
 
 from engines import DEMO, tiny_config
+from random_target import random_target
+from steps import path_to, prefill, random_tree, run_rows
 from trtree import _core
 from trtree.build import builder
 from trtree.build.checkpoint import QuantizationConfig

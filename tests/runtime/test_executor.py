@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyEngine, decode
 
+from toy_engine import ToyEngine, decode
 from trtree import _core
 from trtree.runtime.executor import (
     DecodingMode,

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from random_target import random_target
 from trtree.build import builder
-from trtree.build.checkpoint.write import write_checkpoint
+from trtree.build.checkpoint import QuantizationConfig
+from trtree.build.checkpoint.write import DEFAULT_EXCLUDE, quantize_state_dict, write_checkpoint
 from trtree.build.options import read_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +42,25 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def write_target(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+def write_target(
+    directory: Path,
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    quantization: QuantizationConfig | None = None,
+) -> Path:
     """A checkpoint directory with the demo's tokenizer."""
-    write_checkpoint(directory, tensors.items(), config)
+    write_checkpoint(directory, tensors.items(), config, quantization=quantization)
     (directory / "tokenizer.json").write_bytes((DEMO / "target_nvfp4/tokenizer.json").read_bytes())
     return directory
+
+
+def random_checkpoint(
+    directory: Path, config: dict[str, Any], *, algorithm: str | None = None
+) -> Path:
+    """A bf16 checkpoint of random weights, quantized by ``algorithm`` if one is given."""
+    tensors = random_target(config, dtype=torch.bfloat16)
+    if algorithm is None:
+        return write_target(directory, tensors, config)
+    quantized = dict(quantize_state_dict(tensors.items(), algorithm=algorithm))
+    quantization = QuantizationConfig(algorithm, DEFAULT_EXCLUDE)
+    return write_target(directory, quantized, config, quantization)

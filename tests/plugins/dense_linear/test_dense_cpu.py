@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import ISAS, POOL, FloatArray, assert_same_bits, before_guard_page, fma
 
 import trtree._core as _core
+from linear_cases import ISAS, POOL, FloatArray, assert_same_bits, before_guard_page, fma
 from trtree.plugins import dense_linear
 from trtree.plugins.dense_linear.reference import dense_linear as reference
 

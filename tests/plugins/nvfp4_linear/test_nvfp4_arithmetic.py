@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import ACTIVATIONS, ISAS, POOL, Case, assert_same_bits, even_bounds, fma
 
+from linear_cases import ACTIVATIONS, ISAS, POOL, Case, assert_same_bits, even_bounds, fma
 from trtree.plugins import nvfp4_linear
 from trtree.plugins.nvfp4_linear import format as nvfp4
 from trtree.plugins.nvfp4_linear.reference import Activations

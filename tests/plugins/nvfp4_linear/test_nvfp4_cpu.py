@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import ACTIVATIONS, ISAS, Case, assert_same_bits, before_guard_page, even_bounds
 
 import trtree._core as _core
+from linear_cases import ACTIVATIONS, ISAS, Case, assert_same_bits, before_guard_page, even_bounds
 from trtree.plugins import nvfp4_linear
 from trtree.plugins.nvfp4_linear import format as nvfp4
 from trtree.plugins.nvfp4_linear.reference import Activations

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planted import plant
 
+from planted import plant
 from trtree.plugins.ddtree import device, device_tree, reference
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "ddtree_cases.json"

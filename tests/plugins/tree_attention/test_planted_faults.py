@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from planted import plant
 
+from planted import plant
 from trtree.plugins.tree_attention import cases, launch
 from trtree.plugins.tree_attention.cases import AttentionCase
 from trtree.plugins.tree_attention.device_checks import (

@@ -1,0 +1,74 @@
+"""The state of one lowering, and what describes its results."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trtree.build.lowering.tensorrt.emitter import Emitter
+from trtree.build.lowering.tensorrt.weights import Encoding
+from trtree.build.network.network import Network, Op
+
+# Symbolic sizes: requests, rows per request, output rows per request.
+BATCH, ROWS, OUTPUTS = "batch", "rows", "outputs"
+OUTPUT_PREFIX = "output."
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An input or output of an engine. dims: sizes, or the names of symbolic ones.
+
+    An output with ``alias`` is written in place of that input.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int | str, ...]
+    alias: str | None = None
+
+
+@dataclass
+class Lowering:
+    """The state of one lowering; op functions take it first.
+
+    sharded: graph tensors of which a rank holds its part of the features (or heads).
+    """
+
+    emit: Emitter
+    network: Network
+    encoding: Encoding
+    weights: Mapping[str, torch.Tensor]
+    cache_length: int
+    values: dict[str, Any] = field(default_factory=dict)
+    caches: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    masks: dict[tuple[str, int | None], Any] = field(default_factory=dict)
+    row_shapes: dict[int, Any] = field(default_factory=dict)
+    sharded: set[str] = field(default_factory=set)
+
+    @property
+    def ranks(self) -> int:
+        return self.encoding.shard.size
+
+    def ranks_of(self, tensor: str) -> int:
+        """Among how many ranks the features of a graph tensor are divided."""
+        return self.ranks if tensor in self.sharded else 1
+
+    def constant(self, op: Op, part: str) -> Any:
+        """A part of the op's weight; what it is made of, ``weights.Encoding`` says."""
+        name = self._constant_name(op, part)
+        return self.emit.constant(name, self.weights[name])
+
+    def has_bias(self, op: Op) -> bool:
+        return self._constant_name(op, "bias") in self.weights
+
+    def _constant_name(self, op: Op, part: str) -> str:
+        use = self.encoding.use(self.network.weights[op.weights[0]], op)
+        return f"{use.prefix}.{part}"
+
+    def rounded(self, x: Any) -> Any:
+        """x in the network's dtype."""
+        return self.emit.cast(x, getattr(self.emit.trt, self.network.dtype))
+
+
+OpFunction = Callable[[Lowering, Op, list[Any]], list[Any]]

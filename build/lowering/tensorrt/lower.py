@@ -1,0 +1,138 @@
+"""A network in the vocabulary -> INetworkDefinition, by one table from op to layers.
+
+The ragged rows become a padded batch: ``[rows, F]`` is ``[B, W, F]``, ``[rows, heads, D]``
+is ``[B, heads, W, D]`` and ``[outputs, F]`` is ``[B, O, F]``. A batch index is a cache
+slot; row w of a request is written at its committed length plus w.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtree.build.lowering.tensorrt.context import (
+    BATCH,
+    OUTPUT_PREFIX,
+    OUTPUTS,
+    ROWS,
+    Binding,
+    Lowering,
+)
+from trtree.build.lowering.tensorrt.emitter import Emitter
+from trtree.build.lowering.tensorrt.ops import OPS, SHARDABLE
+from trtree.build.lowering.tensorrt.weights import Encoding
+from trtree.build.network.network import Network, NetworkError
+
+# Graph inputs that a padded, contiguous layout says differently.
+_RESHAPED_INPUTS = {
+    "slots": Binding("committed_lengths", "int32", (BATCH,)),
+    "packed_mask": Binding("tree_mask", "bool", (BATCH, ROWS, ROWS)),
+    "causal_mask": Binding("causal_mask", "bool", (BATCH, ROWS, ROWS)),
+}
+
+
+@dataclass
+class LoweredNetwork:
+    """A finished INetworkDefinition and what is needed to build, run or evaluate it.
+
+    constants: by layer name, the memory that the network borrows. tensors: from a tensor
+    of the graph to the network tensor that holds it, in the layout above.
+    """
+
+    definition: Any
+    inputs: list[Binding]
+    outputs: list[Binding]
+    constants: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, str]
+
+
+def lower(
+    trt: Any,
+    builder: Any,
+    network: Network,
+    encoding: Encoding,
+    weights: Mapping[str, torch.Tensor],
+    cache_length: int,
+) -> LoweredNetwork:
+    """Lower ``network`` for one rank.
+
+    Args:
+        trt: the library's module. builder: its Builder, which outlives the network.
+        weights: what ``weights.stage`` returned for this network and encoding.
+        cache_length: slots per request in the KV cache; static.
+
+    Raises:
+        NetworkError: an op has no lowering, or TensorRT refused a layer.
+    """
+    unknown = sorted({op.kind for op in network.ops} - set(OPS))
+    if unknown:
+        raise NetworkError(f"{network.name}: the TensorRT lowering has no {unknown}")
+    flags = 0
+    if "STRONGLY_TYPED" in trt.NetworkDefinitionCreationFlag.__members__:
+        flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    definition = builder.create_network(flags)
+    definition.name = network.name
+    low = Lowering(Emitter(trt, definition), network, encoding, weights, cache_length)
+    inputs = [_input(low, name) for name in network.inputs]
+    inputs += _cache_inputs(low)
+    for op in network.ops:
+        if op.kind not in SHARDABLE and not low.sharded.isdisjoint(op.inputs):
+            raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
+        with low.emit.op(op.name):
+            results = OPS[op.kind](low, op, [low.values[name] for name in op.inputs])
+        for name, value in zip(op.outputs, results, strict=True):
+            low.values[name] = value
+    outputs = _outputs(low)
+    tensors = {name: value.name for name, value in low.values.items()}
+    return LoweredNetwork(definition, inputs, outputs, low.emit.constants, tensors)
+
+
+def _input(low: Lowering, name: str) -> Binding:
+    tensor = low.network.tensors[name]
+    first = OUTPUTS if tensor.shape[0] == "outputs" else ROWS
+    as_it_is = Binding(name, tensor.dtype, (BATCH, first, *tensor.shape[1:]))
+    binding = _RESHAPED_INPUTS.get(name, as_it_is)
+    low.values[name] = _add_input(low, binding)
+    return binding
+
+
+def _cache_inputs(low: Lowering) -> list[Binding]:
+    bindings = []
+    for state in low.network.states.values():
+        heads = low.encoding.shard.part(state.heads, f"{state.name}: KV heads")
+        dims = (BATCH, heads, low.cache_length, state.head_dim)
+        both = [Binding(f"{state.name}.{which}", state.dtype, dims) for which in "kv"]
+        low.caches[state.name] = (_add_input(low, both[0]), _add_input(low, both[1]))
+        bindings += both
+    return bindings
+
+
+def _add_input(low: Lowering, binding: Binding) -> Any:
+    shape = [-1 if isinstance(dim, str) else dim for dim in binding.dims]
+    dtype = getattr(low.emit.trt, binding.dtype)
+    tensor = low.emit.network.add_input(binding.name, dtype, shape)
+    for axis, dim in enumerate(binding.dims):
+        if isinstance(dim, str):
+            tensor.set_dimension_name(axis, dim)
+    return tensor
+
+
+def _outputs(low: Lowering) -> list[Binding]:
+    bindings = []
+    for role, name in low.network.outputs.items():
+        tensor = low.network.tensors[name]
+        first = OUTPUTS if tensor.shape[0] == "outputs" else ROWS
+        features = [int(dim) // low.ranks_of(name) for dim in tensor.shape[1:]]
+        binding = Binding(OUTPUT_PREFIX + role, tensor.dtype, (BATCH, first, *features))
+        low.values[name].name = binding.name
+        low.emit.network.mark_output(low.values[name])
+        bindings.append(binding)
+    for state, caches in low.caches.items():
+        for which, cache in zip("kv", caches, strict=True):
+            source = f"{state}.{which}"
+            cache.name = OUTPUT_PREFIX + source
+            low.emit.network.mark_output(cache)
+            dims = (BATCH, *cache.shape[1:])
+            bindings.append(Binding(cache.name, low.network.states[state].dtype, dims, source))
+    return bindings

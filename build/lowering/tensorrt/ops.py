@@ -1,0 +1,153 @@
+"""The table from op to layers. Every op computes in float32 and rounds its result once,
+but for matrix products and attention, whose kernels do so themselves."""
+
+from typing import Any
+
+import torch
+
+from trtree.build.lowering.tensorrt.attention import (
+    kv_append,
+    rotary_embedding,
+    tree_attention,
+)
+from trtree.build.lowering.tensorrt.context import Lowering, OpFunction
+from trtree.build.lowering.tensorrt.linear import linear
+from trtree.build.lowering.tensorrt.sampling import argmax, top_k_log_probs
+from trtree.build.network.network import NetworkError, Op
+
+Values = list[Any]
+
+
+def _embedding(low: Lowering, op: Op, x: Values) -> Values:
+    return [low.emit.gather("rows", low.constant(op, "weight"), x[0], 0)]
+
+
+def _rms_norm(low: Lowering, op: Op, x: Values) -> Values:
+    emit = low.emit
+    rank = len(x[0].shape)
+    if op.inputs[0] in low.sharded:
+        if rank == 3:
+            raise NetworkError(f"{op.name}: norms features that are divided among ranks")
+        _inherit(low, op)  # per head, and heads are whole
+    wide = emit.wide(x[0])
+    square = emit.binary("square", "PROD", wide, wide)
+    mean = emit.reduce("mean", "AVG", square, keep=True)
+    shifted = emit.binary("eps", "SUM", mean, emit.scalar(op.attrs["eps"], rank))
+    normed = emit.binary("normed", "DIV", wide, emit.unary("root", "SQRT", shifted))
+    weight = low.constant(op, "weight")
+    shape = (*[1] * (rank - 1), weight.shape[0])
+    weight = emit.shuffle("weight", weight, shape)
+    return [low.rounded(emit.binary("scaled", "PROD", normed, weight))]
+
+
+def _silu_mul(low: Lowering, op: Op, x: Values) -> Values:
+    emit = low.emit
+    _inherit(low, op)
+    gate, up = emit.wide(x[0]), emit.wide(x[1])
+    kind = emit.trt.ActivationType.SIGMOID
+    sigmoid = emit.layer("sigmoid", emit.network.add_activation(gate, kind)).get_output(0)
+    silu = emit.binary("silu", "PROD", gate, sigmoid)
+    return [low.rounded(emit.binary("gated", "PROD", silu, up))]
+
+
+def _add(low: Lowering, op: Op, x: Values) -> Values:
+    return [low.emit.binary("sum", "SUM", x[0], x[1])]
+
+
+def _split(low: Lowering, op: Op, x: Values) -> Values:
+    _inherit(low, op)
+    parts, start = [], 0
+    for index, whole in enumerate(op.attrs["sizes"]):
+        size = whole // low.ranks_of(op.inputs[0])
+        parts.append(_last_axis_slice(low, f"part{index}", x[0], start, size))
+        start += size
+    return parts
+
+
+def _last_axis_slice(low: Lowering, name: str, x: Any, start: int, size: int) -> Any:
+    """x[..., start : start + size] of a [B, W, F] tensor."""
+    emit = low.emit
+    shape = _row_shape(low, size)
+    layer = emit.network.add_slice(x, (0, 0, start), (1, 1, size), (1, 1, 1))
+    layer.set_input(2, shape)
+    return emit.layer(name, layer).get_output(0)
+
+
+def _row_shape(low: Lowering, size: int) -> Any:
+    """int32 [3]: B, W, size. Shared by all that slice rows."""
+    if size not in low.row_shapes:
+        emit = low.emit
+        with emit.op("rows.shape"):
+            rows = low.values["positions"]
+            last = emit.constant(f"constant/size/{size}", torch.tensor([size]).int())
+            parts = [emit.size("batch", rows, 0), emit.size("width", rows, 1), last]
+            joined = emit.layer(f"{size}", emit.network.add_concatenation(parts))
+            low.row_shapes[size] = joined.get_output(0)
+    return low.row_shapes[size]
+
+
+def _concat(low: Lowering, op: Op, x: Values) -> Values:
+    layer = low.emit.network.add_concatenation(x)
+    layer.axis = len(x[0].shape) - 1
+    return [low.emit.layer("joined", layer).get_output(0)]
+
+
+def _reshape(low: Lowering, op: Op, x: Values) -> Values:
+    """Features to heads, or heads to features."""
+    _inherit(low, op)
+    before = low.network.tensors[op.inputs[0]].shape
+    after = low.network.tensors[op.outputs[0]].shape
+    ranks = low.ranks_of(op.inputs[0])
+    if (len(before), len(after)) == (2, 3):
+        shape = (0, 0, int(after[1]) // ranks, int(after[2]))
+        return [low.emit.shuffle("heads", x[0], shape, after=(0, 2, 1, 3))]
+    if (len(before), len(after)) == (3, 2):
+        features = int(after[1]) // ranks
+        return [low.emit.shuffle("merged", x[0], (0, 0, features), before=(0, 2, 1, 3))]
+    raise NetworkError(
+        f"{op.name}: the TensorRT lowering has no reshape from {list(before)} to {list(after)}"
+    )
+
+
+def _gather_rows(low: Lowering, op: Op, x: Values) -> Values:
+    return [low.emit.gather("rows", x[0], x[1], 1, batch_dims=1)]
+
+
+def _inherit(low: Lowering, op: Op) -> None:
+    """The results are divided among ranks as the operands are."""
+    if op.inputs[0] in low.sharded:
+        low.sharded.update(op.outputs)
+
+
+# Ops that take operands which are divided among ranks.
+SHARDABLE = frozenset(
+    {
+        "argmax",
+        "kv_append",
+        "linear",
+        "reshape",
+        "rms_norm",
+        "rotary_embedding",
+        "silu_mul",
+        "split",
+        "top_k_log_probs",
+        "tree_attention",
+    }
+)
+
+OPS: dict[str, OpFunction] = {
+    "add": _add,
+    "argmax": argmax,
+    "concat": _concat,
+    "embedding": _embedding,
+    "gather_rows": _gather_rows,
+    "kv_append": kv_append,
+    "linear": linear,
+    "reshape": _reshape,
+    "rms_norm": _rms_norm,
+    "rotary_embedding": rotary_embedding,
+    "silu_mul": _silu_mul,
+    "split": _split,
+    "top_k_log_probs": top_k_log_probs,
+    "tree_attention": tree_attention,
+}

@@ -1,0 +1,138 @@
+"""Device memory of one TensorRT engine: its bindings, sized by a manifest, reused by all runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "bool": torch.bool,
+}
+
+
+class Executable(Protocol):
+    """A loaded engine: the one part of the runner that needs CUDA."""
+
+    def run(self, profile: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Compute the outputs among ``tensors`` from the inputs, in the memory given.
+
+        Every binding is there. A KV output is the same memory as its input, which is
+        updated in place.
+        """
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An input or output as the manifest tells it; dims may name "batch", "rows", "outputs"."""
+
+    name: str
+    dtype: torch.dtype
+    dims: tuple[int | str, ...]
+    alias: str | None
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> "Binding":
+        return cls(entry["name"], _DTYPES[entry["dtype"]], tuple(entry["dims"]), entry["alias"])
+
+    def shape(self, sizes: Mapping[str, int]) -> list[int]:
+        return [sizes[dim] if isinstance(dim, str) else dim for dim in self.dims]
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What the manifest says of one engine file."""
+
+    inputs: tuple[Binding, ...]
+    outputs: tuple[Binding, ...]
+    profiles: Mapping[str, Mapping[str, int]]  # largest sizes, by profile
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> "EngineSpec":
+        return cls(
+            tuple(map(Binding.read, entry["inputs"])),
+            tuple(map(Binding.read, entry["outputs"])),
+            {p["name"]: {n: s[2] for n, s in p["sizes"].items()} for p in entry["profiles"]},
+        )
+
+    @property
+    def caches(self) -> dict[str, Binding]:
+        """KV inputs by name."""
+        aliased = {binding.alias for binding in self.outputs}
+        return {b.name: b for b in self.inputs if b.name in aliased}
+
+
+class BoundEngine:
+    """An engine and its memory.
+
+    Each binding has one allocation of the largest size, whose front serves every run: the
+    addresses never change, so that a captured CUDA graph stays valid.
+
+    Args:
+        caches: the KV memory [slots, heads, S, D] of every KV input; a run is bound to a
+            range of slots.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        executable: Executable,
+        caches: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self._executable = executable
+        self._caches = caches
+        self._memory = {
+            binding.name: torch.zeros(self._largest(binding), dtype=binding.dtype, device=device)
+            for binding in (*spec.inputs, *spec.outputs)
+            if binding.name not in caches and binding.alias is None
+        }
+
+    def run(
+        self,
+        profile: str,
+        first_slot: int,
+        sizes: Mapping[str, int],
+        inputs: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Run slots from ``first_slot`` on; returns the outputs by role.
+
+        The results lie in this engine's memory until its next run.
+
+        Raises:
+            ValueError: sizes beyond the profile's, or inputs that are not the engine's.
+        """
+        for name, size in sizes.items():
+            largest = self.spec.profiles[profile][name]
+            if not 1 <= size <= largest:
+                raise ValueError(f"profile {profile}: {name} {size}, the engine takes 1..{largest}")
+        slots = slice(first_slot, first_slot + sizes["batch"])
+        tensors = {name: cache[slots] for name, cache in self._caches.items()}
+        for binding in self.spec.inputs:
+            if binding.name in self._caches:
+                continue
+            view = self._view(binding, sizes)
+            view.copy_(inputs[binding.name])  # in place, where a graph reads it
+            tensors[binding.name] = view
+        results = {}
+        for binding in self.spec.outputs:
+            if binding.alias is not None:
+                tensors[binding.name] = tensors[binding.alias]
+                continue
+            tensors[binding.name] = self._view(binding, sizes)
+            results[binding.name.removeprefix("output.")] = tensors[binding.name]
+        self._executable.run(profile, tensors)
+        return results
+
+    def _view(self, binding: Binding, sizes: Mapping[str, int]) -> torch.Tensor:
+        shape = binding.shape(sizes)
+        count = torch.Size(shape).numel()
+        return self._memory[binding.name][:count].view(shape)
+
+    def _largest(self, binding: Binding) -> int:
+        shapes = [binding.shape(sizes) for sizes in self.spec.profiles.values()]
+        return max(torch.Size(shape).numel() for shape in shapes)

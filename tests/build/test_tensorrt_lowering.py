@@ -1,0 +1,391 @@
+"""The finished TensorRT networks, evaluated on the CPU, against the reference lowering.
+
+Op by op: each op is given the reference's own inputs. Whole: only the first inputs are
+equal. Prefill is a chain, verification a tree; padding, lengths and slots differ by request.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("tensorrt_rtx")
+
+from engines import random_checkpoint, tiny_config
+from lowered import (
+    Batch,
+    describe,
+    evaluators,
+    forced_values,
+    lower_networks,
+    make_batch,
+    ragged,
+    recorded,
+    references,
+)
+from network_evaluator import NetworkEvaluator, evaluate_together
+from trtree.build.builder import EngineDescription
+from trtree.build.lowering.reference import ReferenceNetwork
+from trtree.build.lowering.tensorrt import backend
+from trtree.build.lowering.tensorrt.lower import LoweredNetwork
+from trtree.build.network.network import Op
+from trtree.build.options import BuildOptions, read_options
+from trtree.plugins.nvfp4_linear import format as nvfp4
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {"vocab_size": 96}
+CASES = {
+    "untied-w4a4": (tiny_config(**TINY), "NVFP4"),
+    "tied-w4a16": (tiny_config(**TINY, tie_word_embeddings=True), "W4A16_NVFP4"),
+    "bf16-one-kv-head": (tiny_config(**TINY, num_key_value_heads=1), None),
+    "bf16-bias": (tiny_config(**TINY, attention_bias=True), None),
+    "bf16-window": (
+        tiny_config(
+            **TINY,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=5,
+            use_sliding_window=True,
+        ),
+        None,
+    ),
+}
+TREE = [-1, 0, 0, 1, 1, 2, -1, 6]
+
+
+@dataclasses.dataclass
+class Pair:
+    """One network twice."""
+
+    lowered: LoweredNetwork
+    evaluator: NetworkEvaluator
+    reference: ReferenceNetwork
+
+    def batch(self, kind: str) -> Batch:
+        parents = [[-1, 0, 1, 2, 3, 4]] if kind == "prefill" else [TREE, [-1], TREE[:3]]
+        generator = torch.Generator().manual_seed(len(kind))
+        head = self.reference.network.tensors.get("lm_head")
+        vocab = int(head.shape[-1]) if head else 1
+        ids = [torch.randint(0, vocab, (len(p),), generator=generator).tolist() for p in parents]
+        lengths = [9] if kind == "prefill" else [7, 0, 23]
+        return make_batch(self.lowered, lengths, ids, parents)
+
+
+class Pairs:
+    """Describes, lowers and loads each case once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._made: dict[tuple[str, bool], dict[str, Pair]] = {}
+
+    def __call__(self, case: str, *, fp4: bool = True) -> dict[str, Pair]:
+        if (case, fp4) not in self._made:
+            description = self.describe(case)
+            where = self._directory / f"{case}.{fp4}.reference"
+            where.mkdir()
+            lowered = lower_networks(description, fp4=fp4)
+            evaluated = evaluators(lowered)
+            loaded = references(description, where)
+            self._made[case, fp4] = {
+                name: Pair(lowered[name], evaluated[name], loaded[name]) for name in lowered
+            }
+        return self._made[case, fp4]
+
+    def describe(self, case: str) -> EngineDescription:
+        if case.startswith("demo"):
+            options = read_options(ROOT / "configs" / "demo.yaml")
+            return describe(
+                options, activations=case[5:], max_seq_len=40, max_tree_budget=16, top_k=5
+            )
+        checkpoint = self._directory / case
+        if not checkpoint.exists():
+            config, algorithm = CASES[case]
+            random_checkpoint(checkpoint, config, algorithm=algorithm)
+        options = BuildOptions(checkpoint=checkpoint, max_seq_len=40, max_num_rows=128)
+        return describe(options)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    return Pairs(tmp_path_factory.mktemp("lowered"))
+
+
+def steps_apart(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """How many bf16 values lie between, element by element."""
+
+    def order(x: torch.Tensor) -> torch.Tensor:
+        bits = x.contiguous().view(torch.int16).long()
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return (order(got) - order(want)).abs()
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Relative L2 distance of each row."""
+    difference = (got.double() - want.double()).flatten(1).norm(dim=1)
+    return difference / want.double().flatten(1).norm(dim=1).clamp(min=1e-30)
+
+
+def w4a4_ops(pair: Pair) -> list[Op]:
+    weights = pair.reference.network.weights
+    ops = pair.reference.network.ops
+    return [op for op in ops if op.weights and weights[op.weights[0]].activations == "nvfp4"]
+
+
+def codes(pair: Pair, op: Op, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's E2M1 values and e4m3 block scales of an op's input [rows, K]."""
+    scale = pair.lowered.constants[f"{op.weights[0]}.input_scale"]
+    values, block_scale = nvfp4.quantize_rows(x.float(), scale)
+    return values, block_scale.to(torch.float8_e4m3fn)
+
+
+def forced(pair: Pair, batch: Batch, want: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The reference's tensors, and its codes of what W4A4 linears read."""
+    values = forced_values(pair.lowered, batch, want)
+    for op in w4a4_ops(pair):
+        for index, part in enumerate(codes(pair, op, want[op.inputs[0]])):
+            padded = batch.padded(part.float()).to(part.dtype)
+            values[f"{op.name}/quantized:{index}"] = padded
+    return values
+
+
+def check_op(op: Op, rounds_twice: bool, got: torch.Tensor, want: torch.Tensor) -> None:
+    """``got`` is ``want``, but for roundings in between that the op is known to have."""
+    assert got.dtype == want.dtype, op.name
+    if not got.is_floating_point() or op.kind in ("embedding", "reshape", "split", "concat", "add"):
+        assert torch.equal(got, want), op.name
+    elif got.dtype == torch.float32:
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-6, msg=op.name)
+    elif op.kind == "linear" and rounds_twice:
+        assert relative(got, want).max() < 8e-3, op.name
+    else:
+        apart = steps_apart(got, want)
+        # Where a sum cancels, steps around zero are tiny beside what was summed.
+        scale = want.double().flatten(1).abs().amax(dim=1).reshape(-1, *[1] * (want.ndim - 1))
+        apart = torch.where((got.double() - want.double()).abs() < 1e-6 * scale, 0, apart)
+        assert apart.max() <= 1, (op.name, apart.max())
+        assert (apart > 0).double().mean() < 0.02, op.name
+
+
+def check_ops(pair: Pair, batch: Batch, inputs: dict[str, torch.Tensor], given: Any) -> set[str]:
+    """Every op on the reference's inputs; returns the kinds that were compared."""
+    want = recorded(pair.reference, given, batch.context())
+    got = pair.evaluator.run(inputs, forced(pair, batch, want))
+    network, checked = pair.reference.network, set()
+    for op in network.ops:
+        weights = [network.weights[name] for name in op.weights]
+        # The lowering rounds a widened weight, and a sum before its bias; the reference not.
+        rounds_twice = any(w.activations == "bf16" or w.has_bias for w in weights)
+        for name in op.outputs:
+            computed, expected = ragged(batch, got[pair.lowered.tensors[name]]), want[name]
+            check_op(op, rounds_twice, computed, expected)
+            checked.add(op.kind)
+    return checked
+
+
+@pytest.mark.parametrize("kind", ["prefill", "tree"])
+@pytest.mark.parametrize("case", [*CASES, "demo-nvfp4"])
+def test_every_op_of_a_target(pairs: Pairs, case: str, kind: str) -> None:
+    pair = pairs(case)["target"]
+    batch = pair.batch(kind)
+    checked = check_ops(pair, batch, batch.network_inputs(), batch.reference_inputs())
+    assert checked >= {"embedding", "linear", "rms_norm", "rotary_embedding", "tree_attention"}
+
+
+@pytest.mark.parametrize("case", ["untied-w4a4", "demo-nvfp4"])
+def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
+    """Activations get the reference's codes and block scales, but where float32 and float64
+    fall on different sides of a tie; of equal codes, products are within 1e-6 in float32."""
+    pair = pairs(case)["target"]
+    batch = pair.batch("tree")
+    want = recorded(pair.reference, batch.reference_inputs(), batch.context())
+    got = pair.evaluator.run(batch.network_inputs(), forced(pair, batch, want))
+    assert len(w4a4_ops(pair)) >= 8
+    for op in w4a4_ops(pair):
+        x = want[op.inputs[0]].float()
+        below, above = (codes(pair, op, x * (1 + e)) for e in (-1e-6, 1e-6))
+        scale_decided = below[1].float() == above[1].float()
+        decided = (below[0] == above[0]) & scale_decided.repeat_interleave(16, dim=1)
+        assert decided.double().mean() > 0.9
+        for index, (expected, sure) in enumerate(
+            zip(codes(pair, op, x), (decided, scale_decided), strict=True)
+        ):
+            ours = ragged(batch, got[f"{op.name}/quantized:{index}"].float())
+            assert torch.equal(ours[sure], expected.float()[sure]), op.name
+        product = ragged(batch, got[f"{op.name}/product"])
+        assert relative(product, pair.reference.linear(op)(x)).max() < 1e-6, op.name
+
+
+@pytest.mark.parametrize("kind", ["prefill", "tree"])
+def test_every_op_of_the_drafter(pairs: Pairs, kind: str) -> None:
+    pair = pairs("demo-bf16")
+    context = pair["drafter_context"]
+    batch = context.batch(kind)
+    width = int(context.reference.network.tensors["captured"].shape[1])
+    rows = int(batch.real().sum())
+    captured = torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    given = batch.reference_inputs() | {"captured": captured}
+    inputs = batch.network_inputs(captured=batch.padded(captured))
+    wanted = {name: inputs[name] for name in context.evaluator.inputs}
+    check_ops(context, batch, wanted, given)
+
+    block = pair["drafter_block"]
+    batch = block.batch(kind)
+    ones = torch.ones_like(batch.masks()) & batch.real()[:, None, :]
+    inputs = batch.network_inputs(tree_mask=ones | torch.eye(batch.width, dtype=torch.bool))
+    given = batch.reference_inputs()
+    given["packed_mask"] = torch.full_like(given["packed_mask"], -1)
+    checked = check_ops(block, batch, inputs, given)
+    assert "top_k_log_probs" in checked
+
+
+@pytest.mark.parametrize("kind", ["prefill", "tree"])
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [
+        ("bf16-one-kv-head", 1e-3),
+        ("bf16-window", 1e-3),
+        ("bf16-bias", 2e-2),
+        ("tied-w4a16", 2e-2),
+        ("demo-bf16", 2e-2),
+    ],
+)
+def test_a_whole_target(pairs: Pairs, case: str, tolerance: float, kind: str) -> None:
+    got, want = whole(pairs(case)["target"], kind)
+    assert relative(got, want).median() < tolerance
+
+
+def whole(
+    pair: Pair, kind: str, change: Callable[[dict[str, torch.Tensor]], None] = lambda _: None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of both; ``change`` spoils the lowered network's inputs."""
+    batch = pair.batch(kind)
+    inputs = batch.network_inputs()
+    change(inputs)
+    got = pair.evaluator.run(inputs)["output.logits"]
+    want = pair.reference.run(batch.reference_inputs(), batch.context())["logits"]
+    return ragged(batch, got), want
+
+
+def test_a_whole_drafter(pairs: Pairs) -> None:
+    """Context of a prompt, then a block behind it: the same candidates."""
+    pair = pairs("demo-bf16")
+    context, block = pair["drafter_context"], pair["drafter_block"]
+    batch = context.batch("prefill")
+    width = int(context.reference.network.tensors["captured"].shape[1])
+    captured = torch.randn(batch.width, width, generator=torch.Generator().manual_seed(1))
+    inputs = batch.network_inputs(captured=batch.padded(captured.bfloat16()))
+    values = context.evaluator.run({name: inputs[name] for name in context.evaluator.inputs})
+    step = batch.context()
+    context.reference.run(batch.reference_inputs() | {"captured": captured.bfloat16()}, step)
+
+    length = batch.lengths[0] + batch.width
+    rows = [[77, 1, 1, 1, 1, 1, 1, 1]]
+    caches = {name: values[f"output.{name}"] for name in batch.caches}
+    behind = Batch([length], rows, [list(range(-1, 7))], caches)
+    got = block.evaluator.run(behind.network_inputs(tree_mask=torch.ones(1, 8, 8).bool()))
+    given = behind.reference_inputs()
+    given["packed_mask"] = torch.full_like(given["packed_mask"], -1)
+    want = block.reference.run(given, behind.context())
+    assert torch.equal(got["output.token_ids"][0, :, 0], want["token_ids"][:, 0])
+    torch.testing.assert_close(got["output.log_probs"][0], want["log_probs"], rtol=0, atol=0.1)
+
+
+def _wrong_mask(inputs: dict[str, torch.Tensor]) -> None:
+    inputs["tree_mask"][0, 4, 0] ^= True
+
+
+def _wrong_position(inputs: dict[str, torch.Tensor]) -> None:
+    inputs["positions"][0, 5] += 1
+
+
+def _wrong_slot(inputs: dict[str, torch.Tensor]) -> None:
+    inputs["committed_lengths"][0] -= 1
+
+
+@pytest.mark.parametrize("spoil", [_wrong_mask, _wrong_position, _wrong_slot])
+def test_a_wrong_mask_position_or_slot_shows(pairs: Pairs, spoil: Any) -> None:
+    pair = pairs("bf16-one-kv-head")["target"]
+    got, want = whole(pair, "tree", spoil)
+    assert relative(got, want).max() > 2e-2
+
+
+def test_int8_weights_are_the_same_numbers(pairs: Pairs) -> None:
+    """For SMs without FP4: twice the value, half the scale, the same products."""
+    fp4, int8 = (pairs("tied-w4a16", fp4=fp4)["target"] for fp4 in (True, False))
+    results = [whole(pair, "tree")[0] for pair in (fp4, int8)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("case", ["bf16-window", "tied-w4a16", "untied-w4a4", "demo-bf16"])
+def test_two_ranks_are_one(pairs: Pairs, case: str) -> None:
+    """Both ranks' networks, evaluated together, against one rank's: partial sums are rounded
+    to bf16 before they are added, where one rank rounds the sum."""
+    run_two_ranks(pairs(case), pairs.describe(case), tolerance=2e-2)
+
+
+def test_two_ranks_are_one_in_float32(
+    tmp_path: Path, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rounding does not hide a mistake: the same networks with float32 between ops."""
+    monkeypatch.setattr(backend, "DTYPE", "float32")
+    wide = Pairs(tmp_path)
+    run_two_ranks(wide("bf16-window"), wide.describe("bf16-window"), tolerance=1e-6)
+
+
+def run_two_ranks(pair_of: dict[str, Pair], description: Any, *, tolerance: float) -> None:
+    ranks = [lower_networks(description, rank=rank, ranks=2) for rank in range(2)]
+    for name, pair in pair_of.items():
+        batch = pair.batch("tree")
+        inputs = {k: v for k, v in batch.network_inputs().items() if k in pair.evaluator.inputs}
+        if "captured" in pair.evaluator.inputs:
+            width = int(pair.reference.network.tensors["captured"].shape[1])
+            generator = torch.Generator().manual_seed(4)
+            inputs["captured"] = torch.randn(3, batch.width, width, generator=generator).bfloat16()
+        halves = [
+            {
+                n: _half(v, rank) if n.endswith((".k", ".v")) else v.clone()
+                for n, v in inputs.items()
+            }
+            for rank in range(2)
+        ]
+        evaluated = [evaluators({name: lowered[name]})[name] for lowered in ranks]
+        one = pair.evaluator.run(inputs)
+        two = evaluate_together(evaluated, halves)
+        compare_ranks(pair, batch, one, two, tolerance)
+
+
+def _half(cache: torch.Tensor, rank: int) -> torch.Tensor:
+    heads = cache.shape[1] // 2
+    return cache[:, rank * heads : (rank + 1) * heads].clone()
+
+
+def compare_ranks(
+    pair: Pair,
+    batch: Batch,
+    one: dict[str, torch.Tensor],
+    two: list[dict[str, torch.Tensor]],
+    tolerance: float,
+) -> None:
+    for binding in pair.lowered.outputs:
+        whole_result, parts = one[binding.name], [values[binding.name] for values in two]
+        if binding.name == "output.logits":
+            joined = torch.cat(parts, dim=-1)
+        elif binding.alias:
+            joined = torch.cat(parts, dim=1)
+        else:
+            joined = parts[0]
+            assert torch.equal(parts[0], parts[1]), binding.name
+        if joined.is_floating_point():
+            caches = binding.alias is not None
+            got, want = (x if caches else ragged(batch, x) for x in (joined, whole_result))
+            assert relative(got, want).median() < tolerance, binding.name
+        else:
+            # Near-ties may come in another order, but no rank's ids may be missing.
+            ours, theirs = (
+                ragged(batch, x).reshape(-1, x[0, 0].numel()) for x in (joined, whole_result)
+            )
+            found = (ours[:, :, None] == theirs[:, None, :]).any(1).double().mean()
+            assert found >= (1.0 if tolerance < 1e-5 else 0.98), (binding.name, found)

@@ -1,0 +1,221 @@
+"""Networks lowered to TensorRT for tests, evaluated beside the reference on equal inputs."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from network_evaluator import NetworkEvaluator
+from trtree.build import builder
+from trtree.build.builder import EngineDescription
+from trtree.build.lowering.reference import ReferenceNetwork, StepContext
+from trtree.build.lowering.reference_weights import SUFFIX, load_networks, write_files
+from trtree.build.lowering.tensorrt.compile import BuildMessages
+from trtree.build.lowering.tensorrt.library import load_library
+from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
+from trtree.build.lowering.tensorrt.weights import Encoding, Shard, stage
+from trtree.build.network.network import Op
+from trtree.build.options import BuildOptions
+from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+
+
+def lower_networks(
+    description: EngineDescription, *, fp4: bool = True, rank: int = 0, ranks: int = 1
+) -> dict[str, LoweredNetwork]:
+    """The description's networks for one rank, not compiled."""
+    trt = load_library("tensorrt-rtx").module
+    encoding = Encoding(fp4, Shard(rank, ranks))
+    lowered = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, network in description.networks.items():
+            logger = BuildMessages().logger(trt)
+            made = trt.Builder(logger)
+            weights = stage(
+                Path(directory) / name, network, encoding, description.source.checkpoint
+            )
+            length = description.engine_sizes.cache_length
+            lowered[name] = lower(trt, made, network, encoding, weights, length)
+            _KEPT.append((logger, made))
+    return lowered
+
+
+# Builders have to outlive what they built.
+_KEPT: list[Any] = []
+
+
+def evaluators(lowered: Mapping[str, LoweredNetwork]) -> dict[str, NetworkEvaluator]:
+    trt = load_library("tensorrt-rtx").module
+    return {
+        name: NetworkEvaluator(trt, network.definition, network.constants)
+        for name, network in lowered.items()
+    }
+
+
+def references(description: EngineDescription, directory: Path) -> dict[str, ReferenceNetwork]:
+    """The same networks in the reference lowering."""
+    owners = description.owners()
+    checkpoints = {owner: description.source.checkpoint(owner) for owner in owners}
+
+    class Out:
+        path = directory
+
+    write_files(Out(), description.networks, description.weights, checkpoints, lambda _: None)
+    files = {owner: directory / f"{owner}.rank0.{SUFFIX}" for owner in owners}
+    return load_networks(description.networks, files)
+
+
+def describe(options: BuildOptions, **changes: Any) -> EngineDescription:
+    """For the tensorrt-rtx backend."""
+    return builder.describe(options.with_changes({"backend": "tensorrt-rtx", **changes}))
+
+
+@dataclass
+class Batch:
+    """Requests of one step. lengths: committed tokens. parents: per request, per row.
+
+    Both sides start from the same committed keys and values: ``caches`` [B, heads, S, D]
+    by binding name, random where committed and zero behind.
+    """
+
+    lengths: Sequence[int]
+    token_ids: Sequence[Sequence[int]]
+    parents: Sequence[Sequence[int]]
+    caches: Mapping[str, torch.Tensor]
+
+    @property
+    def width(self) -> int:
+        return max(map(len, self.token_ids))
+
+    def masks(self) -> torch.Tensor:
+        """bool [B, W, W]: ancestors and oneself."""
+        mask = torch.eye(self.width, dtype=torch.bool).repeat(len(self.lengths), 1, 1)
+        for request, parents in enumerate(self.parents):
+            for row, parent in enumerate(parents):
+                if parent >= 0:
+                    mask[request, row] |= mask[request, parent]
+        return mask
+
+    def positions(self) -> torch.Tensor:
+        """int32 [B, W]: committed length plus depth; padding repeats the first."""
+        depth = self.masks().sum(-1) - 1
+        lengths = torch.tensor(self.lengths)[:, None]
+        return torch.where(self.real(), lengths + depth, lengths).int()
+
+    def real(self) -> torch.Tensor:
+        """bool [B, W]: rows that are no padding."""
+        counts = torch.tensor([len(ids) for ids in self.token_ids])
+        return torch.arange(self.width)[None, :] < counts[:, None]
+
+    def ids(self) -> torch.Tensor:
+        padded = [[*ids, *[0] * (self.width - len(ids))] for ids in self.token_ids]
+        return torch.tensor(padded, dtype=torch.int32)
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, W, ...] -> the ragged rows [rows, ...]."""
+        return x[self.real()]
+
+    def padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, ...] -> [B, W, ...], zero where padded."""
+        out = torch.zeros(*self.real().shape, *rows.shape[1:], dtype=rows.dtype)
+        out[self.real()] = rows
+        return out
+
+    def network_inputs(self, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a lowered network takes; every row is an output row."""
+        rows = torch.arange(self.width, dtype=torch.int32).repeat(len(self.lengths), 1)
+        return {
+            "token_ids": self.ids(),
+            "positions": self.positions(),
+            "committed_lengths": torch.tensor(self.lengths, dtype=torch.int32),
+            "tree_mask": self.masks(),
+            "output_rows": rows,
+            **{name: cache.clone() for name, cache in self.caches.items()},
+            **more,
+        }
+
+    def reference_inputs(self) -> dict[str, torch.Tensor]:
+        slots = torch.tensor(self.lengths)[:, None] + torch.arange(self.width)
+        return {
+            "token_ids": self.rows(self.ids()),
+            "positions": self.rows(self.positions()),
+            "slots": self.rows(slots).int(),
+            "packed_mask": _pack(self.rows(self.masks())),
+            "output_rows": torch.arange(int(self.real().sum()), dtype=torch.int32),
+        }
+
+    def context(self) -> StepContext:
+        """One page of the whole cache's length per request."""
+        names = {name.removesuffix(".k") for name in self.caches if name.endswith(".k")}
+        caches = {
+            name: PagedKv(*(self.caches[f"{name}.{w}"].transpose(1, 2).contiguous() for w in "kv"))
+            for name in names
+        }
+        segments, first = [], 0
+        for index, (length, ids) in enumerate(zip(self.lengths, self.token_ids, strict=True)):
+            segments.append(AttentionSegment(first, len(ids), length, torch.tensor([index])))
+            first += len(ids)
+        return StepContext(caches, segments)
+
+
+def make_batch(
+    lowered: LoweredNetwork,
+    lengths: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]],
+    seed: int = 0,
+) -> Batch:
+    """A batch over random committed caches of the lowered network's shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    caches = {}
+    for binding in lowered.inputs:
+        if binding.name.endswith((".k", ".v")):
+            shape = [len(lengths), *(int(dim) for dim in binding.dims[1:])]
+            cache = torch.randn(shape, generator=generator)
+            for entry, length in zip(cache, lengths, strict=True):
+                entry[:, length:] = 0
+            caches[binding.name] = cache.to(getattr(torch, binding.dtype))
+    return Batch(lengths, token_ids, parents, caches)
+
+
+def forced_values(
+    lowered: LoweredNetwork, batch: Batch, values: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """A reference run's tensors [rows, ...] in the layout and under the names of the
+    lowered network."""
+    forced = {}
+    for name, value in values.items():
+        if name in lowered.tensors:
+            padded = batch.padded(value)
+            forced[lowered.tensors[name]] = padded.transpose(1, 2) if value.ndim == 3 else padded
+    return forced
+
+
+def ragged(batch: Batch, value: torch.Tensor) -> torch.Tensor:
+    """[B, W, ...] or [B, heads, W, D] -> the rows [rows, ...]."""
+    return batch.rows(value.transpose(1, 2) if value.ndim == 4 else value)
+
+
+def recorded(
+    network: ReferenceNetwork, inputs: Mapping[str, torch.Tensor], context: StepContext
+) -> dict[str, torch.Tensor]:
+    """Every tensor of a reference run by its name in the graph."""
+    seen: dict[str, torch.Tensor] = dict(inputs)
+
+    def observe(op: Op, outputs: list[torch.Tensor]) -> None:
+        seen.update(zip(op.outputs, outputs, strict=True))
+
+    network.run(inputs, context, observe)
+    return seen
+
+
+def _pack(mask: torch.Tensor) -> torch.Tensor:
+    """bool [rows, W] -> int32 [rows, ceil(W / 32)], LSB first."""
+    words = -(-mask.shape[1] // 32)
+    bits = torch.zeros(len(mask), words * 32, dtype=torch.int64)
+    bits[:, : mask.shape[1]] = mask.long()
+    weights = 2 ** torch.arange(32, dtype=torch.int64)
+    packed = (bits.reshape(len(mask), words, 32) * weights).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
