@@ -103,11 +103,13 @@ def check_commit(case: AttentionCase, inputs: AttentionInputs, device: torch.dev
     """Random accepted paths, all layers in one launch: every byte of every cache."""
     rng = random.Random(case.seed)
     paths = [random_path(tree, rng) for tree in inputs.parents]
+    generator = torch.Generator().manual_seed(case.seed)
     layers = []
     for _ in range(NUM_LAYERS):
         layer = cache_to(inputs.cache, torch.device("cpu"), copy=True)
         for store in (layer.k, layer.v):
-            codes = torch.randint(0, 127, store.view(torch.uint8).shape, dtype=torch.uint8)
+            shape = store.view(torch.uint8).shape
+            codes = torch.randint(0, 127, shape, dtype=torch.uint8, generator=generator)
             store.view(torch.uint8).copy_(codes)
         layers.append(layer)
     moved = [cache_to(layer, device, copy=True) for layer in layers]

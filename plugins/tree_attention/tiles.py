@@ -40,8 +40,9 @@ def attention_tile(sm: int, head_dim: int, rows: int, group: int) -> Tile:
     block_m = 16
     while block_m < min(rows * group, 64 if wide else 128):
         block_m *= 2
-    # Faster memory needs more bytes in flight, and these SMs have the room for a third stage.
-    stages = 3 if SHARED_LIMIT[sm] > 150_000 else 2
+    # Page numbers are loaded a step ahead of the K and V they lead to, so 3 stages keep two
+    # K and V tiles in shared memory and 5 keep three: for SMs with room and faster memory.
+    stages = 5 if SHARED_LIMIT[sm] > 150_000 else 3
     tail_stages = 1 if rows <= 256 else stages
     if wide:
         return Tile(block_m, 32, 4 if block_m <= 32 else 8, stages, tail_stages)
