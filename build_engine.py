@@ -21,7 +21,7 @@ from trtree.build.hardware import Hardware
 from trtree.build.lowering.tensorrt.library import gpu_backend
 from trtree.build.network.network import NetworkError
 from trtree.build.options import BACKENDS, BuildOptions, OptionError, parse_sms, read_options
-from trtree.build.plan import memory_plan
+from trtree.build.plan import engine_rows, memory_plan
 from trtree.build.tree_tables import choices_from_log_probs, choices_to_json, medusa_tables
 from trtree.runtime.calibration import calibrate
 from trtree.runtime.cli import byte_progress, run_command
@@ -132,6 +132,8 @@ def _summary(description: builder.EngineDescription, path: Path, seconds: float)
     for name, value in memory_plan(description):
         table.add_row(name, value)
     table.add_row("backend", options.backend)
+    for row in engine_rows(EngineDir.open(path, verify=False).manifest):
+        table.add_row(*row)
     table.add_row("built in", f"{seconds:.1f} s")
     return table
 

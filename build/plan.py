@@ -1,5 +1,8 @@
 """Memory of an engine per rank, and the sizes of its trees."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from trtree.build.builder import EngineDescription
 from trtree.build.hardware import Hardware
 from trtree.build.lowering.tensorrt.backend import encoding
@@ -40,6 +43,20 @@ def memory_plan(
         mask = options.verify_width * mask_words
         rows.append(("packed mask", f"{mask} words per request and step"))
     return rows
+
+
+def engine_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What finished TensorRT engines are, one row each; none for other backends."""
+    engines = manifest.get("tensorrt", {}).get("engines", {})
+    return [
+        (
+            file,
+            f"{_bytes(manifest['files'][file]['bytes'])}, {_bytes(entry['activation_bytes'])} "
+            f"of device memory beside weights and KV; {entry['layers']} layers, "
+            f"{entry['fused_kernels']} fused kernels",
+        )
+        for file, entry in engines.items()
+    ]
 
 
 def _paged_kv(description: EngineDescription) -> tuple[str, int]:

@@ -136,6 +136,14 @@ def test_without_the_full_library_or_its_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert library.gpu_backend() is None
 
 
+def test_the_full_library_builds_for_the_gpu_that_is_there() -> None:
+    rtx = library.load_library(RTX)
+    full = library.Library("tensorrt", rtx.module, None)
+    library.check_sms(full, (100,), present=100)
+    with pytest.raises(OptionError, match=r"sm 120: tensorrt .* it builds for 100"):
+        library.check_sms(full, (100, 120), present=100)
+
+
 @pytest.mark.parametrize("value", ["abc", "", [120, "x"]])
 def test_sms_are_numbers(value: Any) -> None:
     with pytest.raises(OptionError, match="sm must be numbers such as 120 or 89,120"):

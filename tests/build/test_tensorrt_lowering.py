@@ -5,6 +5,8 @@ equal. Prefill is a chain, verification a tree; padding, lengths and slots diffe
 """
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 
 pytest.importorskip("tensorrt_rtx")
 
-from engines import random_checkpoint, tiny_config
+from engines import DEMO, random_checkpoint, tiny_config
 from lowered import (
     Batch,
     describe,
@@ -96,8 +98,11 @@ class Pairs:
     def describe(self, case: str) -> EngineDescription:
         if case.startswith("demo"):
             options = read_options(ROOT / "configs" / "demo.yaml")
+            if case == "demo-sliding":
+                options = options.with_changes({"drafter": self._sliding_drafter()})
+            activations = "nvfp4" if case == "demo-nvfp4" else "bf16"
             return describe(
-                options, activations=case[5:], max_seq_len=40, max_tree_budget=16, top_k=5
+                options, activations=activations, max_seq_len=40, max_tree_budget=16, top_k=5
             )
         checkpoint = self._directory / case
         if not checkpoint.exists():
@@ -105,6 +110,17 @@ class Pairs:
             random_checkpoint(checkpoint, config, algorithm=algorithm)
         options = BuildOptions(checkpoint=checkpoint, max_seq_len=40, max_num_rows=128)
         return describe(options)
+
+    def _sliding_drafter(self) -> Path:
+        """The demo's, but its first layer slides, and so is causal inside the block."""
+        drafter = self._directory / "sliding"
+        if not drafter.exists():
+            shutil.copytree(DEMO / "drafter", drafter)
+            config = json.loads((drafter / "config.json").read_text())
+            kinds = ["sliding_attention", "full_attention"]
+            config |= {"layer_types": kinds, "sliding_window": 5, "use_sliding_window": True}
+            (drafter / "config.json").write_text(json.dumps(config))
+        return drafter
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +235,9 @@ def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "tree"])
-def test_every_op_of_the_drafter(pairs: Pairs, kind: str) -> None:
-    pair = pairs("demo-bf16")
+@pytest.mark.parametrize("case", ["demo-bf16", "demo-sliding"])
+def test_every_op_of_the_drafter(pairs: Pairs, case: str, kind: str) -> None:
+    pair = pairs(case)
     context = pair["drafter_context"]
     batch = context.batch(kind)
     width = int(context.reference.network.tensors["captured"].shape[1])
@@ -236,6 +253,10 @@ def test_every_op_of_the_drafter(pairs: Pairs, kind: str) -> None:
     ones = torch.ones_like(batch.masks()) & batch.real()[:, None, :]
     inputs = batch.network_inputs(tree_mask=ones | torch.eye(batch.width, dtype=torch.bool))
     given = batch.reference_inputs()
+    if "causal_mask" in block.evaluator.inputs:
+        inputs["causal_mask"] = batch.masks()
+        given["causal_mask"] = given["packed_mask"].clone()
+    assert ("causal_mask" in inputs) == (case == "demo-sliding")
     given["packed_mask"] = torch.full_like(given["packed_mask"], -1)
     checked = check_ops(block, batch, inputs, given)
     assert "top_k_log_probs" in checked

@@ -4,6 +4,7 @@ Networks are bf16: evaluated in float64 and rounded once per layer, a row depend
 else in its step, so padding, batch shape and tree must not show in the tokens.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("tensorrt_rtx")
 
-from evaluated_engine import EvaluatedExecutable, evaluated_engine
+from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
 from trtree import _core
 from trtree.build.options import read_options
 from trtree.runtime.engines.tensorrt import TensorRTEngine
@@ -110,6 +111,28 @@ def test_long_prompts_come_in_chunks(evaluated: Evaluated) -> None:
     assert len(widths) >= 2
     assert one == decode(engine, [(prompt, PLAIN)])[0]
     assert two == decode(engine, [(prompt[:40], PLAIN)])[0]
+
+
+def test_two_ranks_decode_alike_and_lose_nothing() -> None:
+    """Each rank has an executor and a runner; their networks meet at the collectives."""
+    engines = evaluated_ranks(
+        read_options(ROOT / "configs" / "demo.yaml"),
+        2,
+        activations="bf16",
+        max_batch_size=2,
+        max_seq_len=96,
+        max_tree_budget=16,
+    )
+    given = prompts(3)
+
+    def on_both(speculative: SpeculativeConfig) -> list[list[int]]:
+        requests = [(prompt, speculative) for prompt in given]
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda engine: decode(engine, requests), engines)
+        assert first == second
+        return first
+
+    assert on_both(TREE) == on_both(PLAIN)
 
 
 def test_commit_moves_the_accepted_rows_of_every_layer(evaluated: Evaluated) -> None:

@@ -1,5 +1,6 @@
 """The TensorRT runner with the network evaluator in the place of the GPU."""
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import torch
 
 from lowered import describe, evaluators, lower_networks
-from network_evaluator import NetworkEvaluator
-from trtree.build.builder import EngineDescription
+from network_evaluator import Collective, NetworkEvaluator, collective_result
+from trtree.build.builder import EngineDescription, manifest_of
 from trtree.build.engine_dir import EngineDir
 from trtree.build.lowering.tensorrt import backend
+from trtree.build.lowering.tensorrt.lower import LoweredNetwork
 from trtree.build.options import BuildOptions
 from trtree.runtime.engines.tensorrt import TensorRTEngine
 
@@ -24,12 +26,49 @@ class EvaluatedExecutable:
 
     def run(self, profile: str, tensors: Mapping[str, torch.Tensor]) -> None:
         inputs = {name: tensors[name] for name in self.evaluator.inputs}
-        values = self.evaluator.run(inputs)
+        values = self.compute(inputs)
         for name in self.evaluator.outputs:
             if tensors[name].data_ptr() != values[name].data_ptr():
                 assert tensors[name].shape == values[name].shape, name
                 tensors[name].copy_(values[name])
         self.runs.append((profile, {name: tuple(x.shape) for name, x in inputs.items()}))
+
+    def compute(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self.evaluator.run(inputs)
+
+
+class Meeting:
+    """Where the threads of several ranks exchange what their collectives carry."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=60)
+        self._waiting: list[Collective | None] = [None] * ranks
+
+    def exchange(self, rank: int, mine: Collective) -> torch.Tensor:
+        self._waiting[rank] = mine
+        self._barrier.wait()
+        together = [collective for collective in self._waiting if collective is not None]
+        assert {(c.name, c.operation) for c in together} == {(mine.name, mine.operation)}
+        result = collective_result(mine.operation, [c.value for c in together])
+        self._barrier.wait()  # nobody writes the next one before all have read
+        return result
+
+
+class RankExecutable(EvaluatedExecutable):
+    """One rank of several, each in a thread of its own."""
+
+    def __init__(self, evaluator: NetworkEvaluator, rank: int, meeting: Meeting) -> None:
+        super().__init__(evaluator)
+        self._rank, self._meeting = rank, meeting
+
+    def compute(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        steps = self.evaluator.steps(inputs)
+        answer: torch.Tensor | None = None
+        try:
+            while True:
+                answer = self._meeting.exchange(self._rank, steps.send(answer))
+        except StopIteration as finished:
+            return finished.value
 
 
 def evaluated_engine(
@@ -39,26 +78,45 @@ def evaluated_engine(
     description = describe(options, **changes)
     lowered = lower_networks(description)
     executables = {
-        f"{backend.FILES[name]}.rank0.engine": EvaluatedExecutable(evaluator)
+        _file(name, 0): EvaluatedExecutable(evaluator)
         for name, evaluator in evaluators(lowered).items()
     }
-    return TensorRTEngine(
-        EngineDir(Path("evaluated"), _manifest(description, lowered)),
-        executables,
-        torch.device("cpu"),
-    ), executables
+    return _engine(description, 0, lowered, executables), executables
 
 
-def _manifest(description: EngineDescription, lowered: Mapping[str, Any]) -> dict[str, Any]:
-    """What the builder would write, of networks that were lowered but not compiled."""
-    from trtree.build.builder import manifest_of
+def evaluated_ranks(options: BuildOptions, ranks: int, **changes: Any) -> list[TensorRTEngine]:
+    """The engines of all ranks; each is to be driven from a thread of its own."""
+    description = describe(options, tp=ranks, **changes)
+    meeting = Meeting(ranks)
+    engines = []
+    for rank in range(ranks):
+        lowered = lower_networks(description, rank=rank, ranks=ranks)
+        executables = {
+            _file(name, rank): RankExecutable(evaluator, rank, meeting)
+            for name, evaluator in evaluators(lowered).items()
+        }
+        engines.append(_engine(description, rank, lowered, executables))
+    return engines
 
+
+def _engine(
+    description: EngineDescription,
+    rank: int,
+    lowered: Mapping[str, LoweredNetwork],
+    executables: Mapping[str, EvaluatedExecutable],
+) -> TensorRTEngine:
+    """With the manifest that the builder would write."""
     sizes = description.engine_sizes
     engines = {
-        f"{backend.FILES[name]}.rank0.engine": backend.engine_entry(
-            name, 0, network, sizes.profiles(name)
-        )
+        _file(name, rank): backend.engine_entry(name, rank, network, sizes.profiles(name))
         for name, network in lowered.items()
     }
     built = {"cache_length": sizes.cache_length, "engines": engines}
-    return manifest_of(description) | {"sm": list(description.options.sm), "tensorrt": built}
+    sms = list(description.options.sm)
+    manifest = manifest_of(description) | {"sm": sms, "tensorrt": built}
+    directory = EngineDir(Path("evaluated"), manifest)
+    return TensorRTEngine(directory, executables, torch.device("cpu"), rank)
+
+
+def _file(network: str, rank: int) -> str:
+    return f"{backend.FILES[network]}.rank{rank}.{backend.SUFFIX}"

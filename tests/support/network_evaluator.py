@@ -150,7 +150,7 @@ def evaluate_together(
     while waiting:
         if len({(c.name, c.operation) for c in waiting}) != 1 or len(waiting) != len(ranks):
             raise ValueError(f"ranks wait at different collectives: {[c.name for c in waiting]}")
-        result = _collective(waiting[0].operation, [c.value for c in waiting])
+        result = collective_result(waiting[0].operation, [c.value for c in waiting])
         waiting, finished = _advance(running, [result] * len(running))
     return finished
 
@@ -168,7 +168,8 @@ def _advance(
     return waiting, finished
 
 
-def _collective(operation: str, values: Tensors) -> torch.Tensor:
+def collective_result(operation: str, values: Tensors) -> torch.Tensor:
+    """What every rank gets of all ranks' values, yet to be rounded."""
     if operation == "ALL_GATHER":
         return torch.cat(values)
     stacked = torch.stack([_exact(value) for value in values])

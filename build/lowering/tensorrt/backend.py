@@ -18,6 +18,7 @@ from trtree.build.lowering.tensorrt.library import (
     Library,
     check_sms,
     load_library,
+    present_sm,
     weights_in_fp4,
 )
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
@@ -155,7 +156,7 @@ def build_engines(
         OptionError, NetworkError: as ``check``, or TensorRT refused the network.
     """
     library = load_library(options.backend)
-    check_sms(library, options.sm)
+    check_sms(library, options.sm, present_sm())
     engines = {
         f"{FILES[network.name]}.rank{rank}.{SUFFIX}": (network, rank)
         for rank in range(options.tp)

@@ -75,8 +75,11 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def check_sms(library: Library, sms: Sequence[int]) -> None:
+def check_sms(library: Library, sms: Sequence[int], present: int | None = None) -> None:
     """Refuse SMs that the library cannot build for.
+
+    Args:
+        present: the SM of the GPU that is there; ``tensorrt`` builds for no other.
 
     Raises:
         OptionError: names the SM and those that are possible.
@@ -85,15 +88,24 @@ def check_sms(library: Library, sms: Sequence[int]) -> None:
         raise OptionError("sm is empty; name at least one, such as --sm 120")
     if min(sms) < FIRST_BF16_SM:
         raise OptionError(f"sm {min(sms)}: has no bf16, which the networks compute in")
-    if library.sms is None:
-        return
+    possible = library.sms if library.sms is not None else frozenset([present])
     for sm in sms:
-        if sm not in library.sms:
-            known = ", ".join(map(str, sorted(library.sms)))
+        if sm not in possible:
+            known = ", ".join(map(str, sorted(filter(None, possible)))) or "the GPU that is there"
             raise OptionError(
                 f"sm {sm}: {library.backend} {library.version} cannot build for it; "
                 f"it builds for {known}"
             )
+
+
+def present_sm() -> int | None:
+    """The SM of the first GPU, if torch sees one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return major * 10 + minor
 
 
 def weights_in_fp4(sms: Sequence[int]) -> bool:
