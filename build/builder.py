@@ -238,7 +238,13 @@ def _max_seq_len(options: BuildOptions, model_limit: int) -> int:
         )
     if options.on_tensorrt:
         # Every request owns its part of the cache.
-        return min(options.max_seq_len or options.kv_tokens // options.max_batch_size, model_limit)
+        share = options.kv_tokens // options.max_batch_size
+        if options.max_seq_len is None and share < 2:
+            raise OptionError(
+                f"kv_tokens {options.kv_tokens} leave {share} tokens to each of "
+                f"max_batch_size {options.max_batch_size} requests; raise kv_tokens"
+            )
+        return min(options.max_seq_len or share, model_limit)
     return min(options.max_seq_len or model_limit, options.num_pages * options.page_size)
 
 

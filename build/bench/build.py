@@ -6,20 +6,16 @@ outside while it runs.
 """
 
 import argparse
-import multiprocessing
-import os
 import tempfile
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from trtree.build import builder
+from trtree.build.bench.memory import PeakMemory
 from trtree.build.bench.synthetic import write_random
 from trtree.build.engine_dir import EngineDir
 from trtree.build.options import BACKENDS, BuildOptions, parse_sms
-
-_SAMPLE_SECONDS = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +49,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             kv_tokens=args.max_seq_len * args.max_batch_size,
         )
         description = builder.describe(options)
-        with _PeakMemory() as memory:
+        with PeakMemory() as memory:
             started = time.perf_counter()
             builder.write(description)
             seconds = time.perf_counter() - started
@@ -73,38 +69,3 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "activation_bytes": {file: entry["activation_bytes"] for file, entry in built.items()},
         "weight_rewrites": {file: entry["weight_rewrites"] for file, entry in built.items()},
     }
-
-
-class _PeakMemory:
-    """Samples this process's anonymous memory from another one; ``grown`` is in bytes."""
-
-    grown = 0
-
-    def __enter__(self) -> "_PeakMemory":
-        self._start = _anonymous(os.getpid())
-        self._ours, theirs = multiprocessing.Pipe()
-        spawn = multiprocessing.get_context("spawn")
-        self._sampler = spawn.Process(target=_sample, args=(os.getpid(), theirs), daemon=True)
-        self._sampler.start()
-        self._ours.recv()  # it is sampling now
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ours.send(None)
-        self.grown = max(0, self._ours.recv() - self._start)
-        self._sampler.join()
-
-
-def _sample(pid: int, pipe: Connection) -> None:
-    pipe.send(None)
-    peak = 0
-    while not pipe.poll(_SAMPLE_SECONDS):
-        peak = max(peak, _anonymous(pid))
-    pipe.send(peak)
-
-
-def _anonymous(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/{pid}/status has no RssAnon")

@@ -5,7 +5,7 @@ docs/tensorrt.md for what to run first on one.
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -74,9 +74,11 @@ def check_machine(engine: EngineDir, library_version: str, sm: int, world_size: 
 
 
 class CudaExecutable:
-    """One engine file: a context per profile, and a CUDA graph per set of addresses.
+    """One engine file, and a CUDA graph with its own context per profile, shapes and addresses.
 
     Inputs are written in place before a run, so a graph captured once reads the new ones.
+    A context whose shapes change would pull the ground from under graphs captured from it;
+    all share one piece of device memory, as they never run at once.
     """
 
     def __init__(
@@ -88,56 +90,63 @@ class CudaExecutable:
         entry: Mapping[str, Any],
         communicator: Any,
     ) -> None:
-        loaded = runtime.deserialize_cuda_engine((engine.path / file).read_bytes())
-        if loaded is None:
+        self._trt = trt
+        self._engine = runtime.deserialize_cuda_engine((engine.path / file).read_bytes())
+        if self._engine is None:
             raise EngineDirError(f"{engine.path / file}: TensorRT cannot load it; rebuild it")
-        self._engine = loaded
+        self._communicator = communicator
+        self._profiles = {p["name"]: index for index, p in enumerate(entry["profiles"])}
         self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._contexts = {
-            profile["name"]: self._context(index, communicator)
-            for index, profile in enumerate(entry["profiles"])
-        }
-        self._graphs: dict[Sequence[Any], Any] = {}
+        size = self._engine.device_memory_size_v2
+        self._workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+        self._captured: dict[Hashable, tuple[Any, Any]] = {}  # context and graph
 
     def run(self, profile: str, tensors: Mapping[str, torch.Tensor]) -> None:
         key = (profile, *((t.data_ptr(), *t.shape) for t in tensors.values()))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if key in self._graphs:
-                self._graphs[key].replay()
+            if key in self._captured:
+                self._captured[key][1].replay()
             else:
-                self._bind(profile, tensors)
-                self._enqueue(profile)  # allocates and compiles what a capture must not
-                self._stream.synchronize()
-                self._graphs[key] = self._capture(profile)
+                self._captured[key] = self._capture(profile, tensors)
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _context(self, profile: int, communicator: Any) -> Any:
-        context = self._engine.create_execution_context()
-        context.set_optimization_profile_async(profile, self._stream.cuda_stream)
-        if communicator is not None:
-            context.set_communicator(communicator)
+    def _capture(self, profile: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+        """Run once, which allocates and compiles what a capture must not, then capture."""
+        context = self._context(profile)
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            if not name.startswith("output.") and not context.set_input_shape(name, shape):
+                raise RuntimeError(f"{name}: TensorRT refuses shape {shape}")
+            if not context.set_tensor_address(name, tensor.data_ptr()):
+                raise RuntimeError(f"{name}: TensorRT refuses its address")
+        self._enqueue(context, profile)
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            self._enqueue(context, profile)
+        return context, graph
+
+    def _context(self, profile: str) -> Any:
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(
+            self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        )
+        if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):
+            # TensorRT-RTX swaps its fall-back kernels later by default; a graph keeps them.
+            strategy = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
+            config.dynamic_shapes_kernel_specialization_strategy = strategy
+        context = self._engine.create_execution_context(config)
+        context.set_device_memory(self._workspace.data_ptr(), self._workspace.numel())
+        context.set_optimization_profile_async(self._profiles[profile], self._stream.cuda_stream)
+        if self._communicator is not None and not context.set_communicator(self._communicator):
+            raise RuntimeError("TensorRT refuses the NCCL communicator")
         self._stream.synchronize()
         return context
 
-    def _bind(self, profile: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        context = self._contexts[profile]
-        outputs = {name for name in tensors if name.startswith("output.")}
-        for name, tensor in tensors.items():
-            if name not in outputs and not context.set_input_shape(name, tuple(tensor.shape)):
-                raise RuntimeError(f"{name}: TensorRT refuses shape {tuple(tensor.shape)}")
-            if not context.set_tensor_address(name, tensor.data_ptr()):
-                raise RuntimeError(f"{name}: TensorRT refuses its address")
-
-    def _enqueue(self, profile: str) -> None:
-        if not self._contexts[profile].execute_async_v3(self._stream.cuda_stream):
+    def _enqueue(self, context: Any, profile: str) -> None:
+        if not context.execute_async_v3(self._stream.cuda_stream):
             raise RuntimeError(f"TensorRT could not run profile {profile}; its log says why")
-
-    def _capture(self, profile: str) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            self._enqueue(profile)
-        return graph
 
 
 def _import(engine: EngineDir) -> Any:

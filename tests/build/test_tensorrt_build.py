@@ -82,6 +82,11 @@ def test_int8_weights_for_sm89_and_sm120_in_one_file(build: Build) -> None:
 
 
 @pytest.mark.full
+def test_a_block_of_one(build: Build) -> None:
+    assert "drafter.rank0.engine" in entries(build(block_size=1))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("max_batch_size", [1, 3])
 @pytest.mark.parametrize("max_seq_len", [2, 64, 200])
 @pytest.mark.parametrize("budget", [0, 16, 64])
@@ -111,6 +116,7 @@ def test_two_ranks(build: Build) -> None:
         ({"sm": (100,)}, "sm 100: tensorrt-rtx .* cannot build for it; it builds for 75, 80"),
         ({"activations": "float32"}, "activations float32: backend tensorrt-rtx computes in bf16"),
         ({"tree": "static"}, "tree static: calibrating it runs the engine"),
+        ({"kv_tokens": 10}, "kv_tokens 10 leave 1 tokens to each of max_batch_size 8 requests"),
         ({"tp": 4}, "KV heads: 2 does not divide among 4 ranks"),
         ({"backend": "cpu", "tp": 2}, "tp 2: backend cpu runs on one rank"),
     ],

@@ -68,8 +68,10 @@ class EngineSizes:
         """
         batch = (1, 1, max(2, self.max_batch_size))
         if network == "drafter_block":
+            # A block of one drafts nothing, but rows that are always one do not build.
             block, outputs = self.block_size, max(1, self.block_size - 1)
-            sizes = {BATCH: batch, ROWS: (block,) * 3, OUTPUTS: (outputs,) * 3}
+            rows = (block, block, max(2, block))
+            sizes = {BATCH: batch, ROWS: rows, OUTPUTS: (outputs,) * 3}
             return [Profile("block", sizes)]
         chunk = max(LEAST_CHUNK, min(self.max_chunk, self.max_seq_len))
         # Nor does it fuse attention of rows that are always one.
