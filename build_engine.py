@@ -188,6 +188,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--tp", type=int, metavar="N", help="ranks of a TensorRT engine (default: 1)")
     add(
+        "--attention",
+        choices=("native", "plugin"),
+        help="a TensorRT engine's attention: TensorRT's own layers, or this project's kernels "
+        "(not wired in yet, refused by name; default: native)",
+    )
+    add(
         "--tree-budget",
         type=int,
         metavar="N",

@@ -27,6 +27,7 @@ class BuildOptions:
     backend: str = "cpu"
     sm: tuple[int, ...] = (120,)  # GPUs of a TensorRT engine, as compute capability times 10
     tp: int = 1  # ranks of a TensorRT engine
+    attention: Literal["native", "plugin"] = "native"  # of a TensorRT engine
     tree: Literal["dynamic", "static"] = "dynamic"
     tree_budget: int = 16
     max_tree_budget: int | None = None  # default: tree_budget, at least 64
@@ -65,6 +66,11 @@ class BuildOptions:
         _one_of("backend", self.backend, BACKENDS)
         for sm in self.sm:
             _at_least("sm", sm, 1)
+        _one_of("attention", self.attention, ("native", "plugin"))
+        if self.attention == "plugin" and not self.on_tensorrt:
+            raise OptionError(
+                f"attention plugin: backend {self.backend} has its own kernel; leave it out"
+            )
         if self.tp > 1 and not self.on_tensorrt:
             raise OptionError(f"tp {self.tp}: backend {self.backend} runs on one rank")
         if self.max_tree_budget is not None and self.max_tree_budget < self.tree_budget:

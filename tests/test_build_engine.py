@@ -300,6 +300,11 @@ def test_missing_tokenizer(refused: Callable[..., str], target: Path) -> None:
         (["--block-size", "0"], ["block_size", "0"]),
         (["--top-k", "4096"], ["top_k 4096", "2048"]),
         (["--page-size", "0"], ["page_size", "0"]),
+        (["--attention", "plugin"], ["attention plugin", "cpu"]),
+        (
+            ["--attention", "plugin", "--backend", "tensorrt-rtx"],
+            ["attention plugin", "tensorrt-rtx has no plugin layers"],
+        ),
         (["--max-seq-len", "4096"], ["max_seq_len 4096", "2048"]),
         (["--max-tree-budget", "8"], ["max_tree_budget 8", "tree_budget 16"]),
         (["--max-num-rows", "32"], ["max_num_rows 32", "65"]),

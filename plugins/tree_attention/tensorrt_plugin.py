@@ -8,7 +8,7 @@ inputs whose outputs alias them; attention reads append's outputs, which orders 
 NOT YET RUN. Written from the signatures and validation rules in the Python files of
 `tensorrt.plugin` and tested against those files alone: TensorRT needs a GPU to build. No
 machine tried so far had both an SM120 GPU and these plugins. `tensorrt_rtx` has no plugin
-layers in its Python network, see ``require_plugin_layers``.
+layers in its Python network, so that backend refuses ``--attention plugin``.
 """
 
 import inspect
@@ -164,15 +164,6 @@ PLUGINS = (
         scalars=lambda x: (),
     ),
 )
-
-
-def require_plugin_layers(package: str) -> None:
-    """For ``--attention plugin``. Raises ValueError if the package cannot hold plugins."""
-    if package != "tensorrt":
-        raise ValueError(
-            f"--attention plugin needs the tensorrt package: the network of {package} has no "
-            "plugin layers; use --attention native"
-        )
 
 
 def register_plugins(trt: Any, trtp: Any, cache: Path | None = None) -> None:

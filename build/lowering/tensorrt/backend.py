@@ -101,6 +101,13 @@ def check(options: BuildOptions, networks: Mapping[str, Network]) -> None:
             f"activations float32: backend {options.backend} computes in bf16; "
             "pass --activations bf16 or nvfp4"
         )
+    if options.attention == "plugin":
+        reason = (
+            "the lowering does not use plugins/tree_attention yet"
+            if options.backend == "tensorrt"
+            else f"the network of {options.backend} has no plugin layers (tensorrt's has)"
+        )
+        raise OptionError(f"attention plugin: {reason}; pass --attention native")
     if options.tree == "static":
         raise OptionError(
             f"tree static: calibrating it runs the engine, which backend {options.backend} "

@@ -20,7 +20,6 @@ from trtree.plugins.tree_attention.tensorrt_plugin import (
     PLUGINS,
     Plugin,
     PluginLayer,
-    require_plugin_layers,
 )
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -146,9 +145,3 @@ def test_kernels_take_inputs_then_integers_then_outputs(plugin: Plugin) -> None:
 
 def test_a_layer_survives_its_attribute() -> None:
     assert PluginLayer.from_json(LAYER.to_json()) == LAYER
-
-
-def test_tensorrt_rtx_is_refused_by_name() -> None:
-    require_plugin_layers("tensorrt")
-    with pytest.raises(ValueError, match="tensorrt_rtx has no plugin layers; use --attention nat"):
-        require_plugin_layers("tensorrt_rtx")
