@@ -74,7 +74,15 @@ class Session:
     def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests together, each step batching what fits; answers in their order."""
         started = time.perf_counter()
-        tokens: dict[int, list[int]] = {self.enqueue(request): [] for request in requests}
+        tokens: dict[int, list[int]] = {}
+        try:
+            for request in requests:
+                tokens[self.enqueue(request)] = []
+        except RequestError:
+            for request_id in tokens:
+                self.executor.cancel_request(request_id)
+            list(self.responses())  # their last responses
+            raise
         finished: dict[int, Completion] = {}
         for response in self.responses():
             tokens[response.request_id] += response.token_ids

@@ -91,12 +91,20 @@ def make_plan(
 
 
 def _write_weight(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
-    entry: dict[str, Any] = {"out_features": weight.shape[0], "bias_offset": -1}
+    entry: dict[str, Any] = {
+        "name": weight.name,
+        "out_features": weight.shape[0],
+        "in_features": 0 if len(weight.shape) == 1 else weight.shape[1],
+        "dtype": "float32",
+        "global_scale": 0.0,
+        "input_scale": 0.0,
+        "segments": [],
+        "bias_offset": -1,
+    }
     if len(weight.shape) == 1:
         values = checkpoint.tensor(f"{weight.modules[0]}.weight").float()
-        return entry | {"kind": "vector", "in_features": 0} | _append(file, values.numpy())
+        return entry | {"kind": "vector"} | _append(file, values.numpy())
     linear = checkpoint.linear(weight.modules)
-    entry["in_features"] = weight.shape[1]
     if isinstance(linear.weight, QuantizedTensor):
         entry |= {"kind": "nvfp4", "global_scale": float(linear.weight.global_scale)}
         entry["input_scale"] = _input_scale(weight, linear.input_scale)
@@ -195,14 +203,14 @@ def _view_entry(
     outer = entries[view.stored]
     rows = stored[view.stored].shape[0]
     if view.num_rows == rows:
-        return {"name": name, **outer}
+        return {**outer, "name": name}
     if view.first_row % TILE or view.num_rows % TILE:
         raise NetworkError(
             f"{name}: rows {view.first_row} to {view.first_row + view.num_rows} of {view.stored} "
             f"do not begin and end on a tile of {TILE}"
         )
     tile_bytes = outer["bytes"] // -(-rows // TILE)
-    entry = {"name": name, **outer, "out_features": view.num_rows}
+    entry = {**outer, "name": name, "out_features": view.num_rows}
     entry["offset"] += view.first_row // TILE * tile_bytes
     entry["bytes"] = view.num_rows // TILE * tile_bytes
     if outer["bias_offset"] >= 0:
@@ -319,6 +327,14 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
         "name": op.name,
         "inputs": [names.index(name) for name in op.inputs if name in names],
         "outputs": [names.index(name) for name in op.outputs if name in names],
+        "weight": -1,
+        "state": -1,
+        "rope": -1,
+        "heads": 1,
+        "scale": 1.0,
+        "eps": 0.0,
+        "window": 0,
+        "causal_mask": False,
     }
     if op.weights:
         lowered["weight"] = plan.weight(op.weights[0])
@@ -332,7 +348,16 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
     elif op.kind == "rotary_embedding":
         lowered["rope"] = plan.rope(network, op)
     elif op.kind == "tree_attention":
+        _check_head_dim(op.name, int(shape[2]))
         lowered["scale"] = op.attrs["scale"]
         lowered["window"] = op.attrs["window"] or 0
         lowered["causal_mask"] = op.inputs[1] == "causal_mask"
     return lowered
+
+
+def _check_head_dim(name: str, head_dim: int) -> None:
+    if head_dim % TILE:
+        raise NetworkError(
+            f"{name}: head_dim {head_dim} is not a multiple of {TILE}, which the cpu backend "
+            "needs; use --backend reference"
+        )

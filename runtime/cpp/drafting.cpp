@@ -9,7 +9,9 @@ int32_t useful_depth(const Capabilities& capabilities, const SpeculativeConfig& 
                      int32_t tokens_wanted) {
   if (config.mode == DecodingMode::kPlain) return 0;
   if (config.mode == DecodingMode::kTree && config.tree_budget == 0) return 0;
-  return std::max(0, std::min(capabilities.block_size - 1, tokens_wanted - 1));
+  int32_t depth = std::min(capabilities.block_size - 1, tokens_wanted - 1);
+  if (config.mode == DecodingMode::kChain) depth = std::min(depth, capabilities.verify_width - 1);
+  return std::max(0, depth);
 }
 
 int32_t draft_top_k(const Capabilities& capabilities, const SpeculativeConfig& config) {
@@ -45,7 +47,7 @@ ddtree::Tree draft_tree(const Capabilities& capabilities, const SpeculativeConfi
     token_ids.insert(token_ids.end(), draft.token_ids.begin() + first,
                      draft.token_ids.begin() + first + top_k);
   }
-  if (config.mode == DecodingMode::kChain) return ddtree::chain(token_ids);  // top_k is 1
+  if (config.mode == DecodingMode::kChain) return ddtree::chain(token_ids);  // its top_k is 1
   if (config.tree == TreeKind::kStatic) {
     std::vector<std::vector<int32_t>> choices;
     std::copy_if(static_choices.begin(), static_choices.end(), std::back_inserter(choices),

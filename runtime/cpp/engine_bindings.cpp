@@ -6,6 +6,7 @@
 #include <nanobind/trampoline.h>
 
 #include "runtime/cpp/engine.hpp"
+#include "runtime/cpp/engine_checks.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -180,6 +181,13 @@ void bind_engine(nb::module_& m) {
                         static_cast<size_t>(r.top_k)},
                        self);
       });
+
+  m.def("check_batch", &check_batch, "batch"_a, "capabilities"_a,
+        "Raise ValueError unless the step is within the capabilities.");
+  m.def("check_draft_requests", &check_draft_requests, "requests"_a, "top_k"_a, "capabilities"_a,
+        "Raise ValueError unless the drafter pass is within the capabilities.");
+  m.def("check_commits", &check_commits, "commits"_a, "batch"_a,
+        "Raise ValueError unless every commit is a path of its request in the step.");
 
   nb::class_<Engine, PyEngine>(m, "Engine", "Runs the network; see runtime/cpp/engine.hpp.")
       .def(nb::init<>())

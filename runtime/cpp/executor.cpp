@@ -1,6 +1,7 @@
 #include "runtime/cpp/executor.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <span>
 #include <stdexcept>
@@ -42,6 +43,7 @@ Executor::Executor(Engine& engine, ExecutorConfig config)
   check_capabilities(capabilities_);
   free_slots_.resize(capabilities_.max_batch_size);
   std::iota(free_slots_.rbegin(), free_slots_.rend(), 0);
+  publish_statistics();
 }
 
 Executor::~Executor() = default;
@@ -55,45 +57,83 @@ int64_t Executor::enqueue_request(Request request) {
                                 std::to_string(capabilities_.num_pages) +
                                 "; lower max_tokens or build with more kv_tokens");
   }
-  queue_.emplace_back(next_id_, std::move(request));
+  const std::lock_guard lock(mailbox_);
+  arrivals_.emplace_back(next_id_, std::move(request));
   return next_id_++;
 }
 
 std::vector<Response> Executor::await_responses() {
-  std::vector<Response> responses = std::exchange(cancelled_, {});
+  const std::lock_guard lock(round_);
+  std::vector<Response> responses;
   while (responses.empty()) {
+    responses = take_mail();
     admit();
-    if (active_.empty()) break;
+    if (!responses.empty() || active_.empty()) break;
     const std::vector<Active*> scheduled = schedule();
     draft(scheduled);
     responses = verify(scheduled);
+    publish_statistics();
   }
+  publish_statistics();
   return responses;
 }
 
 void Executor::cancel_request(int64_t request_id) {
+  const std::lock_guard lock(mailbox_);
+  cancellations_.push_back(request_id);
+}
+
+// Queue what arrived, end what was cancelled; a last response for each of the latter.
+std::vector<Response> Executor::take_mail() {
+  std::vector<int64_t> cancellations;
+  {
+    const std::lock_guard lock(mailbox_);
+    queue_.insert(queue_.end(), std::make_move_iterator(arrivals_.begin()),
+                  std::make_move_iterator(arrivals_.end()));
+    arrivals_.clear();
+    cancellations.swap(cancellations_);
+  }
+  std::vector<Response> responses;
+  for (const int64_t request_id : cancellations) {
+    Response response = cancel(request_id);
+    if (response.finished()) responses.push_back(std::move(response));
+  }
+  return responses;
+}
+
+// Not finished: there is no such request.
+Response Executor::cancel(int64_t request_id) {
+  Response response{request_id, {}, FinishReason::kNotFinished, {}};
   const auto queued = std::find_if(queue_.begin(), queue_.end(),
                                    [&](const auto& entry) { return entry.first == request_id; });
-  Response response{request_id, {}, FinishReason::kCancelled, {}};
   if (queued != queue_.end()) {
     queue_.erase(queued);
-  } else {
-    const auto active = std::find_if(active_.begin(), active_.end(), [&](const auto& request) {
-      return request->sequence.request_id == request_id;
-    });
-    if (active == active_.end()) return;
-    response.statistics = (*active)->statistics;
-    retire({response});
+    response.finish_reason = FinishReason::kCancelled;
+    return response;
   }
-  cancelled_.push_back(std::move(response));
+  const auto active = std::find_if(active_.begin(), active_.end(), [&](const auto& request) {
+    return request->sequence.request_id == request_id;
+  });
+  if (active == active_.end()) return response;
+  response.statistics = (*active)->statistics;
+  response.finish_reason = FinishReason::kCancelled;
+  retire({response});
+  return response;
 }
 
 ExecutorStatistics Executor::latest_statistics() const {
-  ExecutorStatistics latest = statistics_;
-  latest.active_requests = static_cast<int32_t>(active_.size());
-  latest.queued_requests = static_cast<int32_t>(queue_.size());
-  latest.free_pages = pages_.num_free();
+  const std::lock_guard lock(mailbox_);
+  ExecutorStatistics latest = published_;
+  latest.queued_requests += static_cast<int32_t>(arrivals_.size());
   return latest;
+}
+
+void Executor::publish_statistics() {
+  statistics_.active_requests = static_cast<int32_t>(active_.size());
+  statistics_.queued_requests = static_cast<int32_t>(queue_.size());
+  statistics_.free_pages = pages_.num_free();
+  const std::lock_guard lock(mailbox_);
+  published_ = statistics_;
 }
 
 // All pages a request can ever need: its tokens, and behind the last one the rows of a
@@ -122,8 +162,8 @@ void Executor::admit() {
   }
 }
 
-// Who runs this round: decoding requests first, then prompt chunks in the rows left.
-// What did not fit is first in the next round.
+// Who runs this round: decoding requests first, then prompt chunks in the rows left; of
+// each kind, those that did not fit in the last round come first.
 std::vector<Executor::Active*> Executor::schedule() {
   int32_t rows_left = capabilities_.max_num_rows;
   std::vector<Active*> scheduled;

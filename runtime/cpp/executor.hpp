@@ -1,11 +1,15 @@
 // In-flight batching over an Engine: admits requests, drafts, verifies, commits.
 // Knows nothing of layers, text or Python.
+//
+// Any thread may call any method. Rounds run in await_responses, one at a time; requests
+// and cancellations wait in a mailbox and are taken up between rounds.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <unordered_map>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "runtime/cpp/engine.hpp"
@@ -45,14 +49,19 @@ class Executor {
   // Returns nothing only if no request is left.
   std::vector<Response> await_responses();
 
-  // End a request now; its last response says so. Unknown or finished ids are ignored.
+  // End a request before the next round; its last response says so. Unknown or finished
+  // ids are ignored.
   void cancel_request(int64_t request_id);
 
+  // As of the end of the last round; queued requests include those not taken up yet.
   ExecutorStatistics latest_statistics() const;
 
  private:
   struct Active;
 
+  std::vector<Response> take_mail();
+  Response cancel(int64_t request_id);
+  void publish_statistics();
   void admit();
   std::vector<Active*> schedule();
   void draft(const std::vector<Active*>& scheduled);
@@ -69,9 +78,14 @@ class Executor {
   std::vector<int32_t> free_slots_;
   std::deque<std::pair<int64_t, Request>> queue_;
   std::deque<std::unique_ptr<Active>> active_;  // the front is scheduled first
-  std::vector<Response> cancelled_;
-  int64_t next_id_ = 1;
   ExecutorStatistics statistics_;
+  std::mutex round_;  // held while rounds run
+
+  mutable std::mutex mailbox_;  // guards what follows
+  std::deque<std::pair<int64_t, Request>> arrivals_;
+  std::vector<int64_t> cancellations_;
+  int64_t next_id_ = 1;
+  ExecutorStatistics published_;
 };
 
 }  // namespace trtree

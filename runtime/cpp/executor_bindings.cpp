@@ -112,12 +112,15 @@ void bind_executor(nb::module_& m) {
       .def(nb::init<Engine&, ExecutorConfig>(), "engine"_a, "config"_a = ExecutorConfig{},
            nb::keep_alive<1, 2>())
       .def("enqueue_request", &Executor::enqueue_request, "request"_a,
+           nb::call_guard<nb::gil_scoped_release>(),
            "Queue a request; returns its id. Raises ValueError for what the engine cannot do.")
       .def("await_responses", &Executor::await_responses, nb::call_guard<nb::gil_scoped_release>(),
            "Run rounds until some request has news; [] once none is left.")
       .def("cancel_request", &Executor::cancel_request, "request_id"_a,
-           "End a request now; its last response says so.")
-      .def("latest_statistics", &Executor::latest_statistics);
+           nb::call_guard<nb::gil_scoped_release>(),
+           "End a request before the next round; its last response says so.")
+      .def("latest_statistics", &Executor::latest_statistics,
+           nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace trtree

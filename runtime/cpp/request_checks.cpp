@@ -3,8 +3,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "runtime/cpp/drafting.hpp"
-
 namespace trtree {
 
 namespace {
@@ -26,7 +24,7 @@ void check_speculation(const SpeculativeConfig& config, const Capabilities& capa
                        const ExecutorConfig& executor) {
   if (config.mode == DecodingMode::kPlain) return;
   if (capabilities.block_size == 0) {
-    refuse("mode chain and tree need a drafter; this engine was built without one");
+    refuse("mode chain and tree need a drafter; this engine was built without one: use mode plain");
   }
   if (config.mode == DecodingMode::kChain) return;
   if (config.tree_budget < 0) {
@@ -44,7 +42,7 @@ void check_speculation(const SpeculativeConfig& config, const Capabilities& capa
     refuse("tree_budget " + to_string(config.tree_budget) + " is below the static tree's " +
            to_string(static_nodes) + " nodes");
   }
-  const int32_t rows = verify_rows(capabilities, config);
+  const int64_t rows = int64_t{1} + config.tree_budget;
   if (rows > capabilities.verify_width) {
     refuse("tree_budget " + to_string(config.tree_budget) + " needs a verify width of " +
            to_string(rows) + "; the engine was built for " + to_string(capabilities.verify_width));

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from trtree import _core
 from trtree._core import cpu
-from trtree.build.engine_dir import EngineDir
+from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.runtime.engines.manifest import capabilities_of
 
 Struct = TypeVar("Struct")
@@ -55,9 +55,21 @@ def _network(data: dict[str, Any]) -> cpu.PlanNetwork:
 
 
 def _fill(struct: Struct, values: dict[str, Any], *, kind: Any = None) -> Struct:
+    """Set every field of a plan struct.
+
+    Raises:
+        EngineDirError: a field is missing, unknown, or of another type.
+    """
+    fields = {name for name in dir(struct) if not name.startswith("_")}
+    if not isinstance(values, dict) or set(values) != fields:
+        found = set(values) if isinstance(values, dict) else {str(values)}
+        raise EngineDirError(
+            f"plan.json: {type(struct).__name__} has {sorted(found - fields)} too many and lacks "
+            f"{sorted(fields - found)}; rebuild the engine"
+        )
     for name, value in values.items():
-        if name == "kind":
-            value = kind[value]
-        if hasattr(struct, name):
-            setattr(struct, name, value)
+        try:
+            setattr(struct, name, kind[value] if name == "kind" else value)
+        except (KeyError, TypeError) as error:
+            raise EngineDirError(f"plan.json: {name} is {value!r} ({error})") from None
     return struct

@@ -24,8 +24,8 @@ from trtree.runtime.engines.manifest import capabilities_of
 class _Step:
     """What a commit needs of the step before it."""
 
+    batch: _core.RowBatch
     segments: Mapping[int, AttentionSegment]  # by request id
-    parents: torch.Tensor  # int64 [rows]
     positions: torch.Tensor  # int32 [rows]
     captured: torch.Tensor | None  # [rows, captures * hidden]
 
@@ -61,6 +61,7 @@ class ReferenceEngine(_core.Engine):
     @torch.inference_mode()
     def step(self, batch: _core.RowBatch) -> _core.StepResult:
         """One target pass; writes the rows' KV behind each request's committed prefix."""
+        _core.check_batch(batch, self._capabilities)
         segments = {s.sequence.request_id: _segment(s) for s in batch.segments}
         inputs = {
             "token_ids": torch.tensor(batch.token_ids),
@@ -70,12 +71,7 @@ class ReferenceEngine(_core.Engine):
             "output_rows": torch.tensor(batch.output_rows),
         }
         outputs = self._run("target", inputs, list(segments.values()))
-        self._last_step = _Step(
-            segments,
-            torch.tensor(batch.parents, dtype=torch.int64),
-            inputs["positions"],
-            outputs.get("captured"),
-        )
+        self._last_step = _Step(batch, segments, inputs["positions"], outputs.get("captured"))
         wanted = np.asarray(batch.needs_logits, dtype=bool)
         logits = outputs["logits"].float().numpy()[wanted]
         return _core.StepResult(outputs["argmax"].numpy(), logits.reshape(-1))
@@ -85,8 +81,10 @@ class ReferenceEngine(_core.Engine):
         """Move accepted rows' KV behind the prefix; extend the drafter's context by them."""
         step = self._last_step
         if step is None:
-            raise RuntimeError("commit without a step before it")
-        accepted = {c.sequence.request_id: _accepted_rows(c, step) for c in commits}
+            raise ValueError("commit without a step before it")
+        _core.check_commits(commits, step.batch)
+        self._last_step = None
+        accepted = {c.sequence.request_id: torch.tensor(c.rows, dtype=torch.int64) for c in commits}
         for request_id, rows in accepted.items():
             for name in self._networks["target"].network.states:
                 attention.commit(self._caches[name], step.segments[request_id], rows)
@@ -102,6 +100,7 @@ class ReferenceEngine(_core.Engine):
     @torch.inference_mode()
     def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:
         """One drafter pass over ``[bonus, mask, ...]`` of every request."""
+        _core.check_draft_requests(requests, top_k, self._capabilities)
         block = self._capabilities.block_size
         segments = [
             AttentionSegment(
@@ -197,24 +196,3 @@ def _block_mask(visible: NDArray[np.float64], count: int) -> torch.Tensor:
     padded[:, :block] = visible
     words = np.packbits(padded, axis=1, bitorder="little").view("<i4")
     return torch.tensor(np.tile(words, (count, 1)))
-
-
-def _accepted_rows(commit: _core.Commit, step: _Step) -> torch.Tensor:
-    """int64 [n], checked to be a path from the committed prefix.
-
-    Raises:
-        ValueError: they are not, or the request was not in the step.
-    """
-    request_id = commit.sequence.request_id
-    segment = step.segments.get(request_id)
-    if segment is None:
-        raise ValueError(f"request {request_id}: commit without rows in the last step")
-    rows = torch.tensor(commit.rows, dtype=torch.int64)
-    if len(rows) and (rows.min() < 0 or rows.max() >= segment.num_rows):
-        raise ValueError(
-            f"request {request_id}: commit of row {int(rows.max())} of {segment.num_rows}"
-        )
-    parents = step.parents[segment.rows][rows]
-    if parents.tolist() != [-1, *rows.tolist()][: len(rows)]:
-        raise ValueError(f"request {request_id}: rows {rows.tolist()} are no path of the step")
-    return rows

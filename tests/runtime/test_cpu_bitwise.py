@@ -185,24 +185,3 @@ def test_the_executor_is_lossless(
     together = run([Request(p, max_tokens=40, speculative=speculation(b)) for p, b in batch])
     for (prompt, _), tokens in zip(batch, together, strict=True):
         assert [tokens] == run([Request(prompt, max_tokens=40, speculative=plain)])
-
-
-def test_requests_that_do_not_fit_their_pages_are_refused(load: Load) -> None:
-    engine = load("nvfp4", 16, 1)
-    with pytest.raises(ValueError, match="request 3: 17 KV slots in 1 pages of 16"):
-        run_rows(engine, [(_core.Sequence(3, 0, 15, [2]), [1, 2], [-1, 0])])
-    with pytest.raises(ValueError, match="page 256 of 256"):
-        run_rows(engine, [(_core.Sequence(3, 0, 0, [256]), [1], [-1])])
-    with pytest.raises(ValueError, match="token id 2048 is outside the vocabulary of 2048"):
-        run_rows(engine, [(_core.Sequence(3, 0, 0, [2]), [2048], [-1])])
-
-
-def test_a_commit_has_to_be_a_path_of_the_step(load: Load) -> None:
-    engine = load("nvfp4", 16, 1)
-    at = _core.Sequence(7, 0, 0, [0, 1])
-    run_rows(engine, [(at, [5, 6, 7], [-1, 0, 0])])
-    for rows in ([0, 1, 2], [0, 3], [1]):
-        with pytest.raises(ValueError, match=r"request 7: .* is no path of the step's 3 rows"):
-            engine.commit([_core.Commit(at, rows)])
-    with pytest.raises(ValueError, match="request 8: commit without rows"):
-        engine.commit([_core.Commit(_core.Sequence(8, 0, 0, [0]), [0])])

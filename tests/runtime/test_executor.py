@@ -1,5 +1,7 @@
 """The executor over the toy engine: whatever is batched, the tokens are plain decoding's."""
 
+import threading
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +174,79 @@ def test_cancelling_ends_a_request_and_frees_its_pages():
     assert executor.latest_statistics().free_pages == engine.c.num_pages
 
 
+def test_a_batch_accepts_what_each_request_accepts_alone():
+    """Pitfall 15: nobody is verified against another request's drafts."""
+    requests = [
+        Request([i, 3, i], max_tokens=30, speculative=tree(16) if i % 2 else CHAIN)
+        for i in range(8)
+    ]
+    together = run(Executor(ToyEngine()), requests)
+    for request, (_, last) in zip(requests, together.values(), strict=True):
+        ((_, alone),) = run(Executor(ToyEngine()), [request]).values()
+        assert last.statistics.accepted_tokens == alone.statistics.accepted_tokens
+        assert last.statistics.verify_forwards == alone.statistics.verify_forwards
+
+
+def test_plain_requests_leave_the_drafter_alone():
+    class Watching(ToyEngine):
+        extended = False
+
+        def commit(self, commits):
+            self.extended |= any(commit.extend_drafter for commit in commits)
+            super().commit(commits)
+
+    engine = Watching()
+    run(Executor(engine), [Request([1, 2, 3], max_tokens=9, speculative=PLAIN)])
+    assert not engine.extended
+    assert engine.drafts == []
+
+
+def test_a_chain_fits_a_narrow_verify_width():
+    engine = ToyEngine(verify_width=3, block_size=8, max_num_rows=3, skill=8)
+    ((tokens, _),) = run(Executor(engine), [Request([1], 30, speculative=CHAIN)]).values()
+    assert tokens == decode([1], 30, 13)
+    assert max(batch.num_rows for batch in engine.batches) == 3
+
+
+def test_rounds_that_do_not_hold_everybody_take_turns():
+    engine = ToyEngine(max_num_rows=17, verify_width=17)
+    executor = Executor(engine)
+    ids = [executor.enqueue_request(Request([i], 12, speculative=tree(16))) for i in range(3)]
+    seen = []
+    while responses := executor.await_responses():
+        seen += [response.request_id for response in responses]
+    assert set(seen[3:6]) == set(ids)  # after the prefill round, each once before any twice
+
+
+def test_other_threads_may_cancel_and_enqueue_during_rounds():
+    engine = ToyEngine(num_pages=4000)
+    executor = Executor(engine)
+    ids = [executor.enqueue_request(Request([i], 60, speculative=tree(16))) for i in range(12)]
+    more: list[int] = []
+
+    def disturb() -> None:
+        for index, request_id in enumerate(ids[::2]):
+            executor.cancel_request(request_id)
+            more.append(executor.enqueue_request(Request([index], 20, speculative=CHAIN)))
+            executor.latest_statistics()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    tokens: dict[int, list[int]] = {}
+    while responses := executor.await_responses():
+        for response in responses:
+            tokens.setdefault(response.request_id, []).extend(response.token_ids)
+    thread.join()
+    while responses := executor.await_responses():  # what arrived after the last round
+        for response in responses:
+            tokens.setdefault(response.request_id, []).extend(response.token_ids)
+    for i, request_id in list(enumerate(ids))[1::2]:
+        assert tokens[request_id] == decode([i], 60, 13)
+    for i, request_id in enumerate(more):
+        assert tokens[request_id] == decode([i], 20, 13)
+    assert executor.latest_statistics().free_pages == 4000
+
+
 def test_a_static_tree_keeps_its_shape():
     choices = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
     engine = ToyEngine()
@@ -195,7 +270,8 @@ def test_a_static_tree_keeps_its_shape():
         (Request([1], max_tokens=0), "max_tokens must be at least 1, not 0"),
         (Request([1], max_tokens=5000), "exceed the engine's max_seq_len 1600"),
         (Request([1], speculative=tree(-1)), "tree_budget -1 is negative"),
-        (Request([1], speculative=tree(129)), "needs a verify width of 130; .* built for 129"),
+        (Request([1], speculative=tree(129)), r"needs a verify width of 130; .* built for 129"),
+        (Request([1], speculative=tree(2**31 - 1)), "needs a verify width of 2147483648"),
         (Request([1], speculative=tree(4, TreeKind.STATIC)), "built without one"),
         (
             Request([1], speculative=SpeculativeConfig(top_k=14)),

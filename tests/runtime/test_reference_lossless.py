@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trtree import _core
 from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
 from trtree.runtime.session import Session
 
@@ -66,19 +65,6 @@ def test_text_the_pair_knows_is_drafted_well(demo_session: Callable[..., Session
         lengths[mode] = session.complete(request).statistics.acceptance_length
     assert lengths["plain"] == 1.0
     assert lengths["tree"] >= lengths["chain"] > 2.0
-
-
-def test_a_commit_has_to_be_a_path_of_the_step(demo_session: Callable[..., Session]) -> None:
-    engine = demo_session(backend="reference").engine
-    at = _core.Sequence(7, 0, 0, [0, 1])
-    engine.step(_core.RowBatch([_core.SegmentRequest(at, [5, 6, 7], [-1, 0, 0], [2])]))
-    with pytest.raises(ValueError, match=r"request 7: rows \[0, 1, 2\] are no path"):
-        engine.commit([_core.Commit(at, [0, 1, 2])])
-    with pytest.raises(ValueError, match="commit of row 3 of 3"):
-        engine.commit([_core.Commit(at, [0, 3])])
-    with pytest.raises(ValueError, match="request 8: commit without rows"):
-        engine.commit([_core.Commit(_core.Sequence(8, 0, 0, [0]), [0])])
-    engine.commit([_core.Commit(at, [0, 2])])
 
 
 def test_nan_is_an_error_that_says_where(demo_session: Callable[..., Session]) -> None:

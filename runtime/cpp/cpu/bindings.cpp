@@ -69,6 +69,7 @@ void bind_plan(nb::module_& m) {
       .def_rw("logits", &PlanNetwork::logits);
   nb::class_<PlanWeight>(m, "PlanWeight")
       .def(nb::init<>())
+      .def_rw("name", &PlanWeight::name)
       .def_rw("kind", &PlanWeight::kind)
       .def_rw("file", &PlanWeight::file)
       .def_rw("offset", &PlanWeight::offset)

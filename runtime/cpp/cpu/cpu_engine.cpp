@@ -6,6 +6,9 @@
 #include <string>
 #include <utility>
 
+#include "runtime/cpp/cpu/plan_checks.hpp"
+#include "runtime/cpp/engine_checks.hpp"
+
 namespace trtree::cpu {
 
 namespace {
@@ -13,33 +16,6 @@ namespace {
 attention::Segment attention_segment(const Sequence& sequence, int32_t first_row,
                                      int32_t num_rows) {
   return {first_row, num_rows, sequence.committed_length, sequence.pages};
-}
-
-// Slots of a segment must lie in its request's pages: a missing page would be page 0, and
-// somebody else's.
-void check_pages(const Sequence& sequence, int32_t num_rows, const Capabilities& capabilities) {
-  const int64_t slots = static_cast<int64_t>(sequence.pages.size()) * capabilities.page_size;
-  if (sequence.committed_length + num_rows > slots) {
-    throw std::invalid_argument("request " + std::to_string(sequence.request_id) + ": " +
-                                std::to_string(sequence.committed_length + num_rows) +
-                                " KV slots in " + std::to_string(sequence.pages.size()) +
-                                " pages of " + std::to_string(capabilities.page_size));
-  }
-  for (const int32_t page : sequence.pages) {
-    if (page < 0 || page >= capabilities.num_pages) {
-      throw std::invalid_argument("request " + std::to_string(sequence.request_id) + ": page " +
-                                  std::to_string(page) + " of " +
-                                  std::to_string(capabilities.num_pages));
-    }
-  }
-}
-
-void check_token(int32_t token, const Capabilities& capabilities) {
-  if (token < 0 || token >= capabilities.vocab_size) {
-    throw std::invalid_argument("token id " + std::to_string(token) +
-                                " is outside the vocabulary of " +
-                                std::to_string(capabilities.vocab_size));
-  }
 }
 
 }  // namespace
@@ -50,7 +26,7 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
       capabilities_(std::move(capabilities)),
       mask_token_id_(mask_token_id),
       threads_(num_threads),
-      weights_(plan_) {
+      weights_((check_plan(plan_), plan_)) {
   const int64_t slots = static_cast<int64_t>(capabilities_.num_pages) * capabilities_.page_size;
   int64_t floats = 0;
   for (const PlanState& state : plan_.states) floats += 2 * slots * state.heads * state.head_dim;
@@ -70,18 +46,16 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
 }
 
 StepResult CpuEngine::step(const RowBatch& batch) {
+  check_batch(batch, capabilities_);
+  last_step_ = batch;
   StepRows rows;
-  segments_ = batch.segments;
-  for (const Segment& segment : segments_) {
-    check_pages(segment.sequence, segment.num_rows, capabilities_);
+  for (const Segment& segment : last_step_->segments) {
     rows.segments.push_back(
         attention_segment(segment.sequence, segment.first_row, segment.num_rows));
   }
-  for (const int32_t token : batch.token_ids) check_token(token, capabilities_);
   rows.token_ids = batch.token_ids;
-  rows.positions = positions_ = batch.positions;
+  rows.positions = batch.positions;
   rows.output_rows = batch.output_rows;
-  parents_ = batch.parents;
   rows.visibility.assign(rows.segments, batch.packed_mask, batch.mask_words);
 
   NetworkRunner& target = runner("target");
@@ -97,7 +71,8 @@ StepResult CpuEngine::step(const RowBatch& batch) {
 }
 
 void CpuEngine::commit(const std::vector<Commit>& commits) {
-  for (const Commit& commit : commits) check_path(commit);
+  if (!last_step_) throw std::invalid_argument("commit without a step before it");
+  check_commits(commits, *last_step_);
   threads_.parallel_for(static_cast<int64_t>(commits.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Segment& segment = segment_of(commits[i].sequence.request_id);
@@ -113,6 +88,7 @@ void CpuEngine::commit(const std::vector<Commit>& commits) {
     }
   });
   extend_drafter(commits);
+  last_step_.reset();
 }
 
 void CpuEngine::extend_drafter(const std::vector<Commit>& commits) {
@@ -127,7 +103,7 @@ void CpuEngine::extend_drafter(const std::vector<Commit>& commits) {
                                               static_cast<int32_t>(commit.rows.size())));
     for (const int32_t row : commit.rows) {
       captured_rows.push_back(segment.first_row + row);
-      rows.positions.push_back(positions_[segment.first_row + row]);
+      rows.positions.push_back(last_step_->positions[segment.first_row + row]);
     }
   }
   if (captured_rows.empty()) return;
@@ -143,11 +119,10 @@ void CpuEngine::extend_drafter(const std::vector<Commit>& commits) {
 }
 
 DraftResult CpuEngine::draft(const std::vector<DraftRequest>& requests, int32_t top_k) {
+  check_draft_requests(requests, top_k, capabilities_);
   const int32_t block = capabilities_.block_size;
   StepRows rows;
   for (const DraftRequest& request : requests) {
-    check_pages(request.sequence, block, capabilities_);
-    check_token(request.bonus_token, capabilities_);
     const auto first = static_cast<int32_t>(rows.num_rows());
     rows.segments.push_back(attention_segment(request.sequence, first, block));
     for (int32_t slot = 0; slot < block; ++slot) {
@@ -176,28 +151,9 @@ void CpuEngine::run(const std::string& network, const StepRows& rows, int32_t to
 }
 
 const Segment& CpuEngine::segment_of(int64_t request_id) const {
-  const auto found = std::find_if(segments_.begin(), segments_.end(), [&](const Segment& s) {
-    return s.sequence.request_id == request_id;
-  });
-  if (found == segments_.end()) {
-    throw std::invalid_argument("request " + std::to_string(request_id) +
-                                ": commit without rows in the last step");
-  }
-  return *found;
-}
-
-void CpuEngine::check_path(const Commit& commit) const {
-  const Segment& segment = segment_of(commit.sequence.request_id);
-  int32_t previous = -1;
-  for (const int32_t row : commit.rows) {
-    if (row < 0 || row >= segment.num_rows || parents_[segment.first_row + row] != previous) {
-      throw std::invalid_argument("request " + std::to_string(commit.sequence.request_id) +
-                                  ": commit of row " + std::to_string(row) + " after row " +
-                                  std::to_string(previous) + " is no path of the step's " +
-                                  std::to_string(segment.num_rows) + " rows");
-    }
-    previous = row;
-  }
+  return *std::find_if(
+      last_step_->segments.begin(), last_step_->segments.end(),
+      [&](const Segment& segment) { return segment.sequence.request_id == request_id; });
 }
 
 }  // namespace trtree::cpu

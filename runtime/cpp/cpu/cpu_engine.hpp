@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -37,7 +38,6 @@ class CpuEngine final : public Engine {
   void run(const std::string& network, const StepRows& rows, int32_t top_k);
   void extend_drafter(const std::vector<Commit>& commits);
   const Segment& segment_of(int64_t request_id) const;
-  void check_path(const Commit& commit) const;
   NetworkRunner& runner(const std::string& name) { return *runners_.at(name); }
 
   const Plan plan_;
@@ -52,10 +52,8 @@ class CpuEngine final : public Engine {
 
   Observer observer_;
 
-  // The last step, for the commit that follows it.
-  std::vector<Segment> segments_;
-  std::vector<int32_t> parents_;
-  std::vector<int32_t> positions_;
+  // The last step, for the commit that follows it; none once it is committed.
+  std::optional<RowBatch> last_step_;
 };
 
 }  // namespace trtree::cpu

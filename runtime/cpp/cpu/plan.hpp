@@ -67,6 +67,7 @@ struct PlanNetwork {
 enum class WeightKind { kNvfp4, kDense, kVector };
 
 struct PlanWeight {
+  std::string name;
   WeightKind kind = WeightKind::kDense;
   std::string file;    // in the engine directory
   int64_t offset = 0;  // of the packed weight in the file, a multiple of 64

@@ -1,0 +1,170 @@
+#include "runtime/cpp/cpu/plan_checks.hpp"
+
+#include <stdexcept>
+#include <string>
+
+namespace trtree::cpu {
+
+namespace {
+
+using std::to_string;
+
+void require(bool holds, const std::string& where, const std::string& what) {
+  if (!holds) throw std::invalid_argument("plan: " + where + ": " + what);
+}
+
+template <typename T>
+void check_index(int64_t index, const std::vector<T>& table, const std::string& where,
+                 const char* what) {
+  require(index >= 0 && index < static_cast<int64_t>(table.size()), where,
+          std::string(what) + " " + to_string(index) + " of " + to_string(table.size()));
+}
+
+struct Arity {
+  size_t inputs;
+  size_t outputs;
+};
+
+// Float tensors only; ids, positions and slots come with the step. kConcat takes any number.
+Arity arity(OpKind kind) {
+  switch (kind) {
+    case OpKind::kAdd:
+    case OpKind::kSiluMul:
+      return {2, 1};
+    case OpKind::kArgmax:
+    case OpKind::kTopKLogProbs:
+      return {1, 0};
+    case OpKind::kEmbedding:
+      return {0, 1};
+    case OpKind::kKvAppend:
+      return {2, 0};
+    case OpKind::kConcat:
+    case OpKind::kGatherRows:
+    case OpKind::kLinear:
+    case OpKind::kRmsNorm:
+    case OpKind::kRotaryEmbedding:
+    case OpKind::kTreeAttention:
+      break;
+  }
+  return {1, 1};
+}
+
+void check_weight_use(const Plan& plan, const PlanOp& op, const std::string& where, int64_t in,
+                      int64_t out) {
+  check_index(op.weight, plan.weights, where, "weight");
+  const PlanWeight& weight = plan.weights[op.weight];
+  if (op.kind == OpKind::kRmsNorm) {
+    require(
+        weight.kind == WeightKind::kVector && op.heads > 0 && weight.out_features * op.heads == in,
+        where, "a norm of " + to_string(weight.out_features) + " over " + to_string(in));
+    return;
+  }
+  require(weight.kind != WeightKind::kVector, where, "a vector where a matrix is needed");
+  const bool table = op.kind == OpKind::kEmbedding;
+  require(table ? weight.in_features == out && weight.kind == WeightKind::kDense
+                : weight.in_features == in && weight.out_features == out,
+          where,
+          "weight [" + to_string(weight.out_features) + ", " + to_string(weight.in_features) +
+              "] between widths " + to_string(in) + " and " + to_string(out));
+}
+
+void check_state_use(const Plan& plan, const PlanOp& op, const std::string& where, int64_t in) {
+  check_index(op.state, plan.states, where, "state");
+  const PlanState& state = plan.states[op.state];
+  const bool attends = op.kind == OpKind::kTreeAttention;
+  require(state.heads > 0 && state.head_dim > 0 && (!attends || op.heads % state.heads == 0), where,
+          to_string(op.heads) + " heads over " + to_string(state.heads));
+  require(in == (attends ? op.heads : state.heads) * state.head_dim, where,
+          "width " + to_string(in) + " for heads of " + to_string(state.head_dim));
+}
+
+void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
+              const std::string& where) {
+  for (const int32_t tensor : op.inputs) check_index(tensor, network.tensors, where, "tensor");
+  for (const int32_t tensor : op.outputs) check_index(tensor, network.tensors, where, "tensor");
+  const Arity expected = arity(op.kind);
+  const bool fits =
+      op.kind == OpKind::kConcat ? !op.inputs.empty() : op.inputs.size() == expected.inputs;
+  require(fits && op.outputs.size() == expected.outputs, where, "wrong number of operands");
+  const int64_t in = op.inputs.empty() ? 0 : network.tensors[op.inputs[0]].width;
+  const int64_t out = op.outputs.empty() ? 0 : network.tensors[op.outputs[0]].width;
+  int64_t total = 0;
+  for (const int32_t tensor : op.inputs) total += network.tensors[tensor].width;
+  switch (op.kind) {
+    case OpKind::kEmbedding:
+    case OpKind::kLinear:
+    case OpKind::kRmsNorm:
+      check_weight_use(plan, op, where, in, out);
+      break;
+    case OpKind::kKvAppend:
+      require(total == 2 * in, where, "keys and values differ in width");
+      check_state_use(plan, op, where, in);
+      break;
+    case OpKind::kTreeAttention:
+      check_state_use(plan, op, where, in);
+      break;
+    case OpKind::kRotaryEmbedding:
+      check_index(op.rope, plan.ropes, where, "rope");
+      require(op.heads > 0 && in % op.heads == 0 &&
+                  static_cast<int64_t>(2 * plan.ropes[op.rope].inv_freq.size()) <= in / op.heads,
+              where, "rotary dimensions do not fit its heads");
+      break;
+    case OpKind::kAdd:
+    case OpKind::kSiluMul:
+      require(total == 2 * in, where, "operands differ in width");
+      break;
+    default:
+      break;
+  }
+  const bool same_width = op.kind == OpKind::kConcat ? total == out : in == out;
+  const bool free =
+      op.outputs.empty() || op.kind == OpKind::kEmbedding || op.kind == OpKind::kLinear;
+  require(free || same_width, where, "result of width " + to_string(out));
+}
+
+void check_network(const Plan& plan, const std::string& name, const PlanNetwork& network) {
+  for (size_t i = 0; i < network.tensors.size(); ++i) {
+    const PlanTensor& tensor = network.tensors[i];
+    const std::string where = name + ": tensor " + to_string(i);
+    check_index(tensor.buffer, network.buffers, where, "buffer");
+    const int64_t width = network.buffers[tensor.buffer].width;
+    require(tensor.offset >= 0 && tensor.width > 0 && tensor.stride <= width &&
+                tensor.offset + tensor.width <= tensor.stride,
+            where,
+            "columns " + to_string(tensor.offset) + " + " + to_string(tensor.width) +
+                " of rows of " + to_string(tensor.stride) + " in a buffer of " + to_string(width));
+  }
+  for (const PlanOp& op : network.ops) check_op(plan, network, op, name + ": " + op.name);
+  for (const int32_t role : {network.captured_input, network.captured_output, network.logits}) {
+    if (role != -1) check_index(role, network.tensors, name, "tensor");
+  }
+}
+
+}  // namespace
+
+void check_plan(const Plan& plan) {
+  for (const PlanWeight& weight : plan.weights) {
+    require(weight.offset >= 0 && weight.offset % kPackedAlignment == 0 && weight.bytes >= 0 &&
+                weight.out_features > 0 && weight.in_features >= 0 && weight.bias_offset >= -1,
+            weight.name,
+            "offset " + to_string(weight.offset) + ", " + to_string(weight.bytes) +
+                " bytes, bias at " + to_string(weight.bias_offset));
+    require(weight.kind != WeightKind::kVector || weight.bytes == 4 * weight.out_features,
+            weight.name,
+            to_string(weight.bytes) + " bytes for a vector of " + to_string(weight.out_features));
+  }
+  const auto target = plan.networks.find("target");
+  require(target != plan.networks.end() && target->second.logits != -1, "target", "missing");
+  const bool context = plan.networks.contains("drafter_context");
+  require(context == plan.networks.contains("drafter_block"), "drafter", "half of it is missing");
+  for (const auto& [name, network] : plan.networks) check_network(plan, name, network);
+  if (context) {
+    const PlanNetwork& drafter = plan.networks.at("drafter_context");
+    require(drafter.captured_input != -1 && target->second.captured_output != -1 &&
+                drafter.tensors[drafter.captured_input].width ==
+                    target->second.tensors[target->second.captured_output].width,
+            "drafter_context", "its input is not what the target captures");
+  }
+}
+
+}  // namespace trtree::cpu

@@ -1,0 +1,24 @@
+// What every engine refuses before it touches memory: calls that its capabilities or the
+// last step do not cover. Each throws std::invalid_argument that names the request or the
+// limit and both values.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "runtime/cpp/engine.hpp"
+
+namespace trtree {
+
+// Rows, requests, slots, pages, positions and token ids of a step.
+void check_batch(const RowBatch& batch, const Capabilities& capabilities);
+
+// Requests of one drafter pass.
+void check_draft_requests(const std::vector<DraftRequest>& requests, int32_t top_k,
+                          const Capabilities& capabilities);
+
+// The rows of each commit are a path of its request's segment in `batch`, the sequence is
+// the one of that step, and no request is committed twice.
+void check_commits(const std::vector<Commit>& commits, const RowBatch& batch);
+
+}  // namespace trtree
