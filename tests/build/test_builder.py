@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from engines import DEMO, build_demo, tiny_config, write_target
 from random_target import random_target
-
 from trtree.build import builder
 from trtree.build.checkpoint import CheckpointError
 from trtree.build.engine_dir import EngineDir

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from engines import build_demo
 from steps import prefill
-
 from trtree import _core
 from trtree.build.engine_dir import MANIFEST, EngineDir, sha256
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
