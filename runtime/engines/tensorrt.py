@@ -78,6 +78,7 @@ class TensorRTEngine(_core.Engine):
     @torch.inference_mode()
     def step(self, batch: _core.RowBatch) -> _core.StepResult:
         """One target pass over every segment; writes KV behind the committed prefixes."""
+        _core.check_batch(batch, self._capabilities)
         for segment in batch.segments:
             self._lengths[segment.sequence.slot] = segment.sequence.committed_length
         self._last_step = {}
@@ -117,6 +118,7 @@ class TensorRTEngine(_core.Engine):
     @torch.inference_mode()
     def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:
         """One drafter pass over ``[bonus, mask, ...]`` of every request."""
+        _core.check_draft_requests(requests, top_k, self._capabilities)
         block = self._capabilities.block_size
         for request in requests:
             self._lengths[request.sequence.slot] = request.sequence.committed_length
