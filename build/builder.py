@@ -31,7 +31,7 @@ from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, Sou
 log = logging.getLogger(__name__)
 
 # What a checkpoint may bring beside weights that generation needs.
-_TOKENIZER_FILES = (text_files.TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja")
+_TOKENIZER_FILES = (text_files.TOKENIZER_FILE, text_files.TOKENIZER_CONFIG, "chat_template.jinja")
 
 
 @dataclass(frozen=True)

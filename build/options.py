@@ -134,7 +134,7 @@ def read_options(file: Path, defaults: Mapping[str, Any] | None = None) -> Build
         data = yaml.safe_load(file.read_text())
     except OSError as error:
         raise OptionError(f"{file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also of a date's parts
         raise OptionError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise OptionError(f"{file}: expected a mapping of options")

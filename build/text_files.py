@@ -14,6 +14,7 @@ from trtree.build.engine_dir import GENERATION_CONFIG
 log = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def generation_config(
@@ -40,7 +41,8 @@ def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
     """Refuse a tokenizer that generation could not use with a vocabulary of this size.
 
     Raises:
-        CheckpointError: missing, not readable, empty, or with ids the model does not have.
+        CheckpointError: missing, not readable, empty, or with ids the model does not have;
+            or its tokenizer_config.json, if there, is no JSON object.
     """
     file = checkpoint / TOKENIZER_FILE
     if not file.is_file():
@@ -51,6 +53,9 @@ def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more specific
         raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
+    settings = checkpoint / TOKENIZER_CONFIG
+    if settings.exists():
+        _read_object(settings)
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids:
         raise CheckpointError(f"{file}: no token in it; save the checkpoint's own tokenizer")

@@ -115,7 +115,7 @@ def _compare(session: Session, args: argparse.Namespace) -> int:
 
 def _baseline(args: argparse.Namespace, prompts: Sequence[str]) -> float:
     """Tokens/s of plain decoding with another engine, over the first prompts."""
-    session = _open(args.baseline, args.threads)
+    session = _open(args.baseline)
     plain = session.speculative_config("plain")
     tokens, started = 0, time.perf_counter()
     for prompt in prompts[:BASELINE_PROMPTS]:

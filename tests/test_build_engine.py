@@ -285,6 +285,13 @@ def test_hub_id(refused: Callable[..., str]) -> None:
     assert "hf download Qwen/Qwen3-8B" in line
 
 
+@pytest.mark.parametrize("memory", [".inf", ".nan", "-1"])
+def test_hardware_that_cannot_be(refused: Callable[..., str], tmp_path: Path, memory: str) -> None:
+    (tmp_path / "gpu.yaml").write_text(f"name: a\nsm: 120\nmemory_gb: {memory}\ngpus: 1\n")
+    line = refused("--plan", "--hardware", "gpu.yaml")
+    assert "gpu.yaml: memory_gb must be a positive number" in line
+
+
 def test_missing_tokenizer(refused: Callable[..., str], target: Path) -> None:
     (target / "tokenizer.json").unlink()
     assert "tokenizer.json is missing" in refused("--checkpoint", target)
@@ -295,6 +302,7 @@ def test_missing_tokenizer(refused: Callable[..., str], target: Path) -> None:
     [
         ("tokenizer.json", "", "not a tokenizer"),
         ("tokenizer.json", "{}", "not a tokenizer"),
+        ("tokenizer_config.json", "{", "not JSON"),
         ("generation_config.json", "", "not JSON"),
         ("generation_config.json", "[0]", "expected an object"),
         ("generation_config.json", '{"eos_token_id": 2048}', "below vocab_size 2048"),
@@ -413,6 +421,7 @@ def test_bad_option(refused: Callable[..., str], arguments: list[str], parts: li
         ("tree_budget: [1]", "tree_budget must be an integer"),
         ("page_size: true", "page_size must be an integer"),
         ("- a list", "expected a mapping"),
+        ("tp: 2026-99-99", "not YAML"),
         ("a: [", "not YAML"),
         ("tree: bushy", "tree must be one of dynamic, static"),
         ("checkpoint: null", "checkpoint must be a path, not None"),
