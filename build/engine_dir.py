@@ -49,6 +49,7 @@ _KEYS: dict[str, dict[str, type]] = {
     },
 }
 _NO_DRAFTER = "speculative_config"  # the section that may be null
+_FROM_ZERO = ("mask_token_id", "tree_budget")  # other counts are at least 1
 _ENTRY = {"bytes": int, "sha256": str}  # of a file
 _TENSORRT = {"library": str, "version": str, "cache_length": int, "engines": dict}
 
@@ -265,6 +266,10 @@ def _faults(section: str, found: Any, expected: Mapping[str, type]) -> Iterator[
             yield f"{name} is missing"
         elif type(found[key]) is not kind:
             yield f"{name} must be of type {kind.__name__}, not {found[key]!r:.40}"
+        elif kind is int and key != "bytes":
+            least = 0 if key in _FROM_ZERO else 1
+            if not least <= found[key] < 2**31:
+                yield f"{name} must be from {least} to {2**31 - 1}, not {found[key]}"
 
 
 def _check_file(file: Path, entry: Mapping[str, Any], verify: bool) -> None:

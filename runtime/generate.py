@@ -83,7 +83,9 @@ def _open(engine: Path, num_threads: int | None = None) -> Session:
     """Raises EngineDirError also for what only loading tells, such as a KV pool too large."""
     try:
         return Session(engine, num_threads=num_threads)
-    except (RuntimeError, MemoryError) as error:
+    except EngineDirError:
+        raise
+    except (RuntimeError, MemoryError, ValueError) as error:
         reason = str(error) or "out of memory"
         raise EngineDirError(f"{engine}: the engine cannot be loaded: {reason}") from None
 

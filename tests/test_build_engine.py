@@ -543,6 +543,13 @@ def test_a_truncated_or_missing_file_is_refused(engine: Path) -> None:
         (None, {"backend": "tensorrt"}, "tensorrt is missing"),
         ("build_config", {"page_size": "16"}, "build_config.page_size must be of type int"),
         ("build_config", {"max_seq_len": None}, "build_config.max_seq_len must be of type int"),
+        ("build_config", {"page_size": 0}, "build_config.page_size must be from 1"),
+        ("build_config", {"num_pages": 2**31}, "build_config.num_pages must be from 1"),
+        (
+            "speculative_config",
+            {"tree_budget": -1},
+            "speculative_config.tree_budget must be from 0",
+        ),
         ("pretrained_config", {"vocab_size": 1.5}, "pretrained_config.vocab_size"),
         ("speculative_config", {"top_k": True}, "speculative_config.top_k must be of type int"),
         ("files", {"plan.json": {"bytes": 4}}, "files.plan.json.sha256 is missing"),
