@@ -150,7 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="build_engine.py",
         description="Build an engine directory from a checkpoint and a DFlash drafter. "
         "Everything has a default in the configuration file; flags override it.",
-        epilog="Exit codes: 0 done, 2 bad input (one line says what), 130 interrupted.",
+        epilog="Exit codes: 0 done, 2 bad input (one line says what), 130 interrupted, "
+        "143 terminated.",
     )
     add = parser.add_argument
     add("--version", action="version", version=f"trtree {version('trtree')}")

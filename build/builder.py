@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trtree.build import models
+from trtree.build import models, text_files
 from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config
 from trtree.build.checkpoint.dflash_config import DrafterConfig
 from trtree.build.engine_dir import (
@@ -31,7 +31,7 @@ from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, Sou
 log = logging.getLogger(__name__)
 
 # What a checkpoint may bring beside weights that generation needs.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TOKENIZER_FILES = (text_files.TOKENIZER_FILE, text_files.TOKENIZER_CONFIG, "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,13 @@ def describe(options: BuildOptions) -> EngineDescription:
     if options.drafter:
         source = replace(source, drafter=Checkpoint.open(options.drafter))
         drafter = dflash_config.read_drafter(source.checkpoint("drafter"))
-    if not (options.checkpoint / _TOKENIZER_FILES[0]).is_file():
-        raise CheckpointError(
-            f"{options.checkpoint}: {_TOKENIZER_FILES[0]} is missing; "
-            "save the tokenizer beside the weights"
-        )
     description = describe_source(options, source, drafter)
     for owner in description.owners():
         _check_coverage(description, owner, source.checkpoint(owner))
+        _check_biases(description, owner)
+    vocab_size = description.target.vocab_size
+    text_files.check_tokenizer(options.checkpoint, vocab_size)
+    text_files.generation_config(options.checkpoint, target.config, vocab_size)
     return description
 
 
@@ -178,7 +177,7 @@ def write(
     with writing(options.output, force=force) as out:
         manifest = manifest_of(description) | _write_weights(out, description, source, progress)
         out.networks(description.networks)
-        _copy_text_files(out, options.checkpoint)
+        _write_text_files(out, description)
         out.finish(manifest)
         if calibrate:
             out.json(TREE_TABLES, calibrate(out.path))
@@ -221,7 +220,10 @@ def _block_size(options: BuildOptions, drafter: DrafterConfig | None) -> int:
         raise OptionError(
             f"block_size {options.block_size} is above the drafter's {drafter.block_size}"
         )
-    return options.block_size or drafter.block_size
+    size = options.block_size or drafter.block_size
+    if options.tree == "static" and size < 2:
+        raise OptionError(f"tree static: a block_size of {size} drafts nothing; raise it")
+    return size
 
 
 def _top_k(options: BuildOptions, vocab_size: int) -> int:
@@ -261,12 +263,30 @@ def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Ch
     checkpoint.check_coverage(modules, ["lm_head.weight"] if tied else [])
 
 
-def _copy_text_files(out: EngineDirWriter, checkpoint: Path) -> None:
+def _check_biases(description: EngineDescription, owner: Owner) -> None:
+    """``attention_bias`` says whether q, k, v and o have biases; no other linear has one."""
+    stated = bool(description.source.config(owner).get("attention_bias"))
+    for weight in description.weights.stored.values():
+        if weight.owner != owner or len(weight.shape) == 1:
+            continue
+        for module in weight.modules:
+            expected = stated and ".self_attn." in module
+            if weight.has_bias != expected:
+                found = "is there" if weight.has_bias else "is missing"
+                raise CheckpointError(
+                    f"{owner}: tensor {module}.bias {found}, but config.json has "
+                    f"attention_bias {str(stated).lower()}; one of the two is wrong"
+                )
+
+
+def _write_text_files(out: EngineDirWriter, description: EngineDescription) -> None:
+    checkpoint = description.options.checkpoint
     for name in _TOKENIZER_FILES:
         if (checkpoint / name).is_file():
             out.copy(checkpoint / name, f"{TOKENIZER}/{name}")
-    if (checkpoint / GENERATION_CONFIG).is_file():
-        out.copy(checkpoint / GENERATION_CONFIG, GENERATION_CONFIG)
+    config = description.source.config("target")
+    vocab_size = description.target.vocab_size
+    out.json(GENERATION_CONFIG, text_files.generation_config(checkpoint, config, vocab_size))
 
 
 def manifest_of(description: EngineDescription) -> dict[str, Any]:

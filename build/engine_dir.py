@@ -27,7 +27,31 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer"
 CALIBRATION = "calibration.json"
 
-_SECTIONS = ("backend", "pretrained_config", "build_config", "mapping", "speculative_config")
+# What is read of the manifest, by section, where the section is there.
+_KEYS: dict[str, dict[str, type]] = {
+    "pretrained_config": {"vocab_size": int},
+    "build_config": {
+        "activations": str,
+        "page_size": int,
+        "num_pages": int,
+        "max_batch_size": int,
+        "max_num_rows": int,
+        "max_seq_len": int,
+    },
+    "mapping": {"world_size": int, "tp_size": int},
+    "speculative_config": {
+        "mask_token_id": int,
+        "block_size": int,
+        "tree": str,
+        "tree_budget": int,
+        "max_verify_width": int,
+        "top_k": int,
+    },
+}
+_NO_DRAFTER = "speculative_config"  # the section that may be null
+_FROM_ZERO = ("mask_token_id", "tree_budget")  # other counts are at least 1
+_ENTRY = {"bytes": int, "sha256": str}  # of a file
+_TENSORRT = {"library": str, "version": str, "cache_length": int, "engines": dict}
 
 
 class EngineDirError(ValueError):
@@ -62,18 +86,15 @@ class EngineDir:
         try:
             manifest = json.loads(manifest_path.read_text())
             version = manifest["format_version"]
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             raise EngineDirError(f"{manifest_path}: not the manifest of a trtree engine") from None
         if version != FORMAT_VERSION:
             raise EngineDirError(
                 f"{manifest_path}: format version {version}, this trtree reads {FORMAT_VERSION}; "
                 "rebuild the engine"
             )
-        missing = [key for key in (*_SECTIONS, "files") if key not in manifest]
-        if missing:
-            raise EngineDirError(
-                f"{manifest_path}: {', '.join(missing)} missing; rebuild the engine"
-            )
+        if faults := list(_manifest_faults(manifest)):
+            raise EngineDirError(f"{manifest_path}: {'; '.join(faults)}. Rebuild the engine")
         for name, entry in manifest["files"].items():
             _check_file(path / name, entry, verify)
         return cls(path, manifest)
@@ -93,9 +114,6 @@ class EngineDir:
         if plan is None:
             raise EngineDirError(f"{self.path / PLAN}: missing; rebuild the engine")
         return plan
-
-    def weights_path(self, owner: str, rank: int, suffix: str) -> Path:
-        return self.path / weights_file(owner, rank, suffix)
 
     def tree_tables(self) -> dict[str, Any] | None:
         """The static tree, if the engine was built with one."""
@@ -149,8 +167,11 @@ def writing(path: Path, *, force: bool = False) -> Iterator[EngineDirWriter]:
         EngineDirError: ``path`` exists and ``force`` is false, or is no engine directory,
             or cannot be written (no space, no permission).
     """
-    _check_target(path, force)
-    made = [parent for parent in path.parents if not parent.exists()]  # innermost first
+    try:
+        _check_target(path, force)
+        made = [parent for parent in path.parents if not parent.exists()]  # innermost first
+    except OSError as error:  # a name too long, a folder that may not be read
+        raise _unwritable(path, error) from None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -175,9 +196,17 @@ def _move_into_place(staging: Path, path: Path) -> None:
         return
     # Two renames: the old engine stays whole until the new one is.
     old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-    path.replace(old)
-    staging.replace(path)
-    shutil.rmtree(old)
+    try:
+        path.replace(old)
+        staging.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            if not path.exists():
+                old.replace(path)
+            else:
+                old.rmdir()  # still empty: the first rename failed
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_target(path: Path, force: bool) -> None:
@@ -204,6 +233,43 @@ def sha256(file: Path, progress: Callable[[int], None] | None = None) -> str:
             if progress:
                 progress(len(piece))
     return digest.hexdigest()
+
+
+def _manifest_faults(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """What the rest of this package could not read of a manifest."""
+    yield from _faults("", manifest, {"backend": str, "files": dict})
+    for section, keys in _KEYS.items():
+        if section == _NO_DRAFTER and manifest.get(section, 0) is None:
+            continue
+        yield from _faults("", manifest, {section: dict})
+        yield from _faults(section, manifest.get(section), keys)
+    if str(manifest.get("backend")).startswith("tensorrt"):
+        yield from _faults("", manifest, {"sm": list, "tensorrt": dict})
+        yield from _faults("tensorrt", manifest.get("tensorrt"), _TENSORRT)
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        return
+    for name in (NETWORKS, f"{TOKENIZER}/tokenizer.json"):
+        if name not in files:
+            yield f"files does not list {name}"
+    for name, entry in files.items():
+        if not isinstance(entry, dict):
+            yield f"files.{name} must be of type dict, not {entry!r:.40}"
+        yield from _faults(f"files.{name}", entry, _ENTRY)
+
+
+def _faults(section: str, found: Any, expected: Mapping[str, type]) -> Iterator[str]:
+    """Keys of a section that are missing or of another type; none if it is no section."""
+    for key, kind in expected.items() if isinstance(found, dict) else ():
+        name = f"{section}.{key}" if section else key
+        if key not in found:
+            yield f"{name} is missing"
+        elif type(found[key]) is not kind:
+            yield f"{name} must be of type {kind.__name__}, not {found[key]!r:.40}"
+        elif kind is int and key != "bytes":
+            least = 0 if key in _FROM_ZERO else 1
+            if not least <= found[key] < 2**31:
+                yield f"{name} must be from {least} to {2**31 - 1}, not {found[key]}"
 
 
 def _check_file(file: Path, entry: Mapping[str, Any], verify: bool) -> None:

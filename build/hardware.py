@@ -30,14 +30,14 @@ class Hardware:
         """
         try:
             data = yaml.safe_load(file.read_text())
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        except (OSError, yaml.YAMLError, ValueError) as error:
             raise OptionError(f"{file}: {' '.join(str(error).split())}") from None
         names = {field.name for field in fields(cls)}
         if not isinstance(data, dict) or set(data) != names:
             raise OptionError(f"{file}: expected the keys {', '.join(sorted(names))}")
         for key in ("sm", "memory_gb", "gpus"):
             value = data[key]
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
                 raise OptionError(f"{file}: {key} must be a positive number, not {value!r}")
         return cls(**data)
 

@@ -9,6 +9,9 @@ import yaml
 
 from trtree.build.network.network import Activations
 
+INT32_MAX = 2**31 - 1  # engines count in int32
+PATHS = ("checkpoint", "drafter", "output", "calibration_prompts")
+
 TENSORRT_BACKENDS = ("tensorrt", "tensorrt-rtx")
 BACKENDS = ("cpu", "reference", *TENSORRT_BACKENDS)
 
@@ -43,6 +46,8 @@ class BuildOptions:
     calibration_tokens: int = 64  # decoded per prompt
 
     def __post_init__(self) -> None:
+        for name in PATHS:
+            _path(name, getattr(self, name), optional=name in ("drafter", "calibration_prompts"))
         _at_least("tree_budget", self.tree_budget, 0)
         for name in (
             "page_size",
@@ -76,6 +81,13 @@ class BuildOptions:
         if self.max_tree_budget is not None and self.max_tree_budget < self.tree_budget:
             raise OptionError(
                 f"max_tree_budget {self.max_tree_budget} is below tree_budget {self.tree_budget}"
+            )
+        if self.tree == "static" and self.tree_budget == 0:
+            raise OptionError("tree static: a tree_budget of 0 leaves no tree to fix; raise it")
+        if self.num_pages * self.page_size > INT32_MAX:
+            raise OptionError(
+                f"kv_tokens {self.kv_tokens} in pages of page_size {self.page_size} are above "
+                f"{INT32_MAX} tokens; lower one"
             )
         if self.max_num_rows < 1 + self.largest_budget:
             raise OptionError(
@@ -122,7 +134,7 @@ def read_options(file: Path, defaults: Mapping[str, Any] | None = None) -> Build
         data = yaml.safe_load(file.read_text())
     except OSError as error:
         raise OptionError(f"{file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also of a date's parts
         raise OptionError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise OptionError(f"{file}: expected a mapping of options")
@@ -132,14 +144,12 @@ def read_options(file: Path, defaults: Mapping[str, Any] | None = None) -> Build
         raise OptionError(
             f"{file}: unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
-    for key in ("checkpoint", "drafter", "calibration_prompts"):
-        if data.get(key) is not None:
-            data[key] = file.parent / str(data[key])
-    if data.get("output") is not None:
-        data["output"] = Path(str(data["output"]))
-    if "sm" in data:
-        data["sm"] = parse_sms(data["sm"])
     try:
+        for key in PATHS:
+            if isinstance(data.get(key), str):
+                data[key] = Path(data[key]) if key == "output" else file.parent / data[key]
+        if "sm" in data:
+            data["sm"] = parse_sms(data["sm"])
         return BuildOptions(**{**(defaults or {}), **data})
     except OptionError as error:
         raise OptionError(f"{file}: {error}") from None
@@ -153,7 +163,9 @@ def parse_sms(value: Any) -> tuple[int, ...]:
     """
     parts = value if isinstance(value, list) else str(value).split(",")
     try:
-        return tuple(sorted({int(part) for part in parts}))
+        if not parts:
+            raise ValueError
+        return tuple(sorted({int(str(part)) for part in parts}))
     except ValueError:
         raise OptionError(f"sm must be numbers such as 120 or 89,120, not {value!r}") from None
 
@@ -161,6 +173,16 @@ def parse_sms(value: Any) -> tuple[int, ...]:
 def _at_least(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"{name} must be an integer of at least {least}, not {value!r}")
+    if value > INT32_MAX:
+        raise OptionError(f"{name} must be at most {INT32_MAX}, not {value}")
+
+
+def _path(name: str, value: Any, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, Path) or "\0" in str(value):
+        shown = str(value) if isinstance(value, Path) else value
+        raise OptionError(f"{name} must be a path, not {shown!r}")
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from trtree.build.checkpoint import Checkpoint, QuantizationConfig
+from trtree.build.checkpoint import Checkpoint, CheckpointError, QuantizationConfig
 from trtree.build.checkpoint.quantization import read_json, read_quantization
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import WeightInfo, WeightSource
@@ -61,7 +61,7 @@ class CheckpointSource:
         shape = (linear.out_features, linear.in_features)
         if linear.kind == "dense" or checkpoint.quantization is None:
             return WeightInfo("dense", shape, _name(linear.dtype), linear.has_bias)
-        activations = self.activations or checkpoint.quantization.activations
+        activations = _activations(self.activations, checkpoint.quantization, module)
         return WeightInfo("nvfp4", shape, "nvfp4", linear.has_bias, activations)
 
 
@@ -103,8 +103,21 @@ class ConfigSource:
         plain = len(implied) == 1 or module.endswith(("embed_tokens", "lm_head"))
         if plain or quantization is None or quantization.is_excluded(module):
             return WeightInfo("dense", implied, "bfloat16")
-        activations = self.activations or quantization.activations
+        activations = _activations(self.activations, quantization, module)
         return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
+
+
+def _activations(
+    asked: Activations | None, quantization: QuantizationConfig, module: str
+) -> Activations:
+    """What is asked for, as far as the checkpoint has what it needs; else the checkpoint's."""
+    if asked == "nvfp4" and quantization.activations != "nvfp4":
+        raise CheckpointError(
+            f"activations nvfp4: the checkpoint is {quantization.algorithm}, so {module} has no "
+            f"input_scale; use --activations {quantization.activations}, or a checkpoint that is "
+            "NVFP4"
+        )
+    return asked or quantization.activations
 
 
 def _name(dtype: object) -> str:

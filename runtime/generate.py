@@ -16,13 +16,15 @@ from rich.table import Table
 
 from trtree.build.engine_dir import EngineDirError
 from trtree.runtime.chat_template import ChatTemplate, ChatTemplateError
-from trtree.runtime.cli import run_command
-from trtree.runtime.executor import FinishReason, Request, SpeculativeConfig
+from trtree.runtime.cli import INT32_MAX, integer, run_command, threads
+from trtree.runtime.executor import FinishReason, Request, RequestStatistics, SpeculativeConfig
 from trtree.runtime.session import Completion, RequestError, Session
 
 BUDGETS = (8, 16, 32, 64)
 # The other engine is expected to be slow.
 BASELINE_PROMPTS = 2
+# What the engine takes; the engine itself says what makes sense.
+_int32 = integer(-INT32_MAX - 1)
 
 
 @dataclass(frozen=True)
@@ -33,23 +35,39 @@ class Row:
     tree_budget: int | None
     tokens_per_s: float
     target_forwards: int
-    acceptance_length: float
+    acceptance_length: float | None  # None: no verify pass
     identical: bool  # every output is plain decoding's, token for token
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.prompt is None and args.compare is None:
-        parser.error("one of --prompt and --compare is required")
+    if conflict := _conflict(args):
+        parser.error(conflict)
     return run_command(lambda: _run(args), (ChatTemplateError, EngineDirError, RequestError))
 
 
+def _conflict(args: argparse.Namespace) -> str | None:
+    """What is wrong with the options taken together."""
+    if args.prompt is None and args.compare is None:
+        return "one of --prompt and --compare is required"
+    if args.compare is None and args.baseline is not None:
+        return "--baseline needs --compare"
+    names = ("tree", "tree_budget", "mode", "prompt")
+    given = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) is not None]
+    if args.compare is not None and given:
+        return f"--compare has its own prompts and modes; leave out {', '.join(given)}"
+    if args.mode in ("chain", "plain") and given[0].startswith("--tree"):
+        return f"{given[0]} needs --mode tree, not {args.mode}"
+    return None
+
+
 def _run(args: argparse.Namespace) -> int:
-    session = Session(args.engine, num_threads=args.threads)
+    session = _open(args.engine, args.threads)
     if args.compare is not None:
         return _compare(session, args)
-    speculative = session.speculative_config(args.mode, args.tree_budget, args.tree)
+    mode = args.mode or _default_mode(session, args)
+    speculative = session.speculative_config(mode, args.tree_budget, args.tree)
     request = _request(session, args.prompt, args, speculative)
     completion = session.stream(request, _discard if args.json else _print_text)
     if args.json:
@@ -59,6 +77,23 @@ def _run(args: argparse.Namespace) -> int:
         print()
         print(_summary(completion), file=sys.stderr)
     return 0
+
+
+def _open(engine: Path, num_threads: int | None = None) -> Session:
+    """Raises EngineDirError also for what only loading tells, such as a KV pool too large."""
+    try:
+        return Session(engine, num_threads=num_threads)
+    except EngineDirError:
+        raise
+    except (RuntimeError, MemoryError, ValueError) as error:
+        reason = str(error) or "out of memory"
+        raise EngineDirError(f"{engine}: the engine cannot be loaded: {reason}") from None
+
+
+def _default_mode(session: Session, args: argparse.Namespace) -> str:
+    """Trees if the engine has a drafter, or if they are asked for (and then refused)."""
+    wants_tree = args.tree is not None or args.tree_budget is not None
+    return "tree" if session.engine.capabilities().block_size > 1 or wants_tree else "plain"
 
 
 def _compare(session: Session, args: argparse.Namespace) -> int:
@@ -82,7 +117,7 @@ def _compare(session: Session, args: argparse.Namespace) -> int:
 
 def _baseline(args: argparse.Namespace, prompts: Sequence[str]) -> float:
     """Tokens/s of plain decoding with another engine, over the first prompts."""
-    session = Session(args.baseline)
+    session = _open(args.baseline)
     plain = session.speculative_config("plain")
     tokens, started = 0, time.perf_counter()
     for prompt in prompts[:BASELINE_PROMPTS]:
@@ -117,7 +152,7 @@ def compare(session: Session, prompts: Sequence[str], args: argparse.Namespace) 
                 budget,
                 sum(map(len, outputs)) / seconds,
                 sum(s.target_forwards for s in statistics),
-                sum(s.decoded_tokens for s in statistics) / max(1, verifies),
+                sum(s.decoded_tokens for s in statistics) / verifies if verifies else None,
                 outputs == expected,
             )
         )
@@ -145,6 +180,10 @@ def read_prompts(file: Path) -> list[str]:
 def _request(
     session: Session, prompt: str, args: argparse.Namespace, speculative: SpeculativeConfig
 ) -> Request:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"prompt {prompt[:40]!r} is not valid UTF-8 text") from None
     if args.chat:
         template = ChatTemplate(session.engine_dir.tokenizer_path)
         prompt = template.render([{"role": "user", "content": prompt}])
@@ -164,19 +203,29 @@ def _figures(completion: Completion) -> dict[str, object]:
         "finish_reason": "stop" if stopped else "length",
         "tokens_per_s": len(completion.token_ids) / completion.seconds,
         "target_forwards": statistics.target_forwards,
-        "acceptance_length": statistics.acceptance_length,
+        "acceptance_length": _acceptance_length(statistics),
         "accepted_tokens": statistics.accepted_tokens,
         "drafted_tokens": statistics.drafted_tokens,
     }
 
 
 def _summary(completion: Completion) -> str:
-    f = _figures(completion)
+    statistics = completion.statistics
+    tokens = len(completion.token_ids)
     return (
-        f"{f['tokens']} tokens, {f['tokens_per_s']:.1f} tokens/s, "
-        f"{f['target_forwards']} target forwards, "
-        f"acceptance length {f['acceptance_length']:.2f}"
+        f"{tokens} tokens, {tokens / completion.seconds:.1f} tokens/s, "
+        f"{statistics.target_forwards} target forwards, "
+        f"acceptance length {_length(_acceptance_length(statistics))}"
     )
+
+
+def _acceptance_length(statistics: RequestStatistics) -> float | None:
+    return statistics.acceptance_length if statistics.verify_forwards else None
+
+
+def _length(acceptance_length: float | None) -> str:
+    """Two digits; "-" where no pass verified anything."""
+    return "-" if acceptance_length is None else f"{acceptance_length:.2f}"
 
 
 def _table(rows: Sequence[Row]) -> Table:
@@ -190,17 +239,10 @@ def _table(rows: Sequence[Row]) -> Table:
             "" if row.tree_budget is None else str(row.tree_budget),
             f"{row.tokens_per_s:.1f}",
             str(row.target_forwards),
-            f"{row.acceptance_length:.2f}",
+            _length(row.acceptance_length),
             "yes" if row.identical else "NO",
         )
     return table
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 def _print_text(text: str) -> None:
@@ -215,7 +257,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trtree.runtime.generate",
         description="Generate text with an engine, or compare plain, chain and tree decoding.",
-        epilog="Exit codes: 0 done, 1 --compare found different tokens, 2 bad input.",
+        epilog="Exit codes: 0 done, 1 --compare found different tokens, 2 bad input, "
+        "130 interrupted, 143 terminated.",
     )
     parser.add_argument(
         "--engine",
@@ -227,11 +270,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mode",
         choices=("plain", "chain", "tree"),
-        default="tree",
-        help="how to decode (default: %(default)s)",
+        help="how to decode (default: tree, plain if the engine has no drafter)",
     )
     parser.add_argument(
-        "--tree-budget", type=int, help="tree nodes besides the root (default: the engine's)"
+        "--tree-budget",
+        type=_int32,
+        metavar="N",
+        help="tree nodes besides the root (default: the engine's)",
     )
     parser.add_argument(
         "--tree",
@@ -239,7 +284,11 @@ def _parser() -> argparse.ArgumentParser:
         help="rebuild the tree every round, or use the engine's static one (default: the engine's)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=128, help="most tokens to generate (default: %(default)s)"
+        "--max-tokens",
+        type=_int32,
+        default=128,
+        metavar="N",
+        help="most tokens to generate (default: %(default)s)",
     )
     parser.add_argument(
         "--chat",
@@ -248,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--threads",
-        type=_positive,
+        type=threads,
         metavar="N",
         help="threads of the CPU engine (default: the processors this process may use)",
     )

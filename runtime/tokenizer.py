@@ -4,15 +4,25 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as HfTokenizer
 
+from trtree.build.engine_dir import EngineDirError
+
 # A token that ends inside a UTF-8 sequence decodes to this.
 _INCOMPLETE = "\ufffd"
 
 
 class Tokenizer:
-    """A Hugging Face ``tokenizer.json``."""
+    """A Hugging Face ``tokenizer.json``.
+
+    Raises:
+        EngineDirError: it is missing, or no tokenizer.
+    """
 
     def __init__(self, directory: Path) -> None:
-        self._tokenizer = HfTokenizer.from_file(str(directory / "tokenizer.json"))
+        file = directory / "tokenizer.json"
+        try:
+            self._tokenizer = HfTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more specific
+            raise EngineDirError(f"{file}: not a tokenizer: {error}") from None
 
     def encode(self, text: str) -> list[int]:
         """Token ids; white space is kept, special tokens in the text are recognised."""

@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines import DEMO, ROOT, tiny_config, write_target
-from trtree.build.engine_dir import EngineDir, EngineDirError
+from engines import DEMO, ROOT, random_checkpoint, tiny_config, write_target, write_tokenizer
+from trtree.build.engine_dir import EngineDir
+from trtree.build.text_files import check_tokenizer
 from trtree.runtime.session import Session
 
 
@@ -283,9 +285,95 @@ def test_hub_id(refused: Callable[..., str]) -> None:
     assert "hf download Qwen/Qwen3-8B" in line
 
 
+@pytest.mark.parametrize("memory", [".inf", ".nan", "-1"])
+def test_hardware_that_cannot_be(refused: Callable[..., str], tmp_path: Path, memory: str) -> None:
+    (tmp_path / "gpu.yaml").write_text(f"name: a\nsm: 120\nmemory_gb: {memory}\ngpus: 1\n")
+    line = refused("--plan", "--hardware", "gpu.yaml")
+    assert "gpu.yaml: memory_gb must be a positive number" in line
+
+
 def test_missing_tokenizer(refused: Callable[..., str], target: Path) -> None:
     (target / "tokenizer.json").unlink()
     assert "tokenizer.json is missing" in refused("--checkpoint", target)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("tokenizer.json", "", "not a tokenizer"),
+        ("tokenizer.json", "{}", "not a tokenizer"),
+        ("tokenizer_config.json", "{", "not JSON"),
+        ("generation_config.json", "", "not JSON"),
+        ("generation_config.json", "[0]", "expected an object"),
+        ("generation_config.json", '{"eos_token_id": 2048}', "below vocab_size 2048"),
+    ],
+)
+def test_bad_text_file(
+    refused: Callable[..., str], target: Path, name: str, content: str, part: str
+) -> None:
+    (target / name).write_text(content)
+    line = refused("--checkpoint", target)
+    assert name in line
+    assert part in line
+
+
+def test_tokenizer_with_more_tokens_than_the_model(
+    refused: Callable[..., str], target: Path
+) -> None:
+    write_tokenizer(target, 2049)
+    assert "token id 2048 is outside the model's vocab_size 2048" in refused("--checkpoint", target)
+
+
+def test_tokenizer_with_far_fewer_tokens_is_a_warning(
+    target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_tokenizer(target, 2048)
+    assert not caplog.records
+    check_tokenizer(target, 200_000)
+    assert "2048 tokens, the model's vocab_size is 200000" in caplog.text
+
+
+@pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": None}])
+def test_stop_ids_come_from_config_json(
+    run: Callable[..., int], target: Path, tmp_path: Path, generation: dict[str, Any] | None
+) -> None:
+    file = target / "generation_config.json"
+    file.unlink() if generation is None else file.write_text(json.dumps(generation))
+    edit_config(target, eos_token_id=[5, 7])
+    assert run("--checkpoint", target, "--output", "engine") == 0
+    assert Session(tmp_path / "engine").stop_token_ids == [5, 7]
+
+
+@pytest.mark.parametrize("stop", ["0", 1.5, True, [[1]], {}, 10**12, -1, [0, None]])
+def test_bad_stop_ids(refused: Callable[..., str], target: Path, stop: Any) -> None:
+    (target / "generation_config.json").unlink()
+    edit_config(target, eos_token_id=stop)
+    line = refused("--checkpoint", target)
+    assert "config.json: eos_token_id must be a token id" in line
+    assert repr(stop) in line
+
+
+def test_attention_bias_must_agree_with_the_tensors(
+    refused: Callable[..., str], target: Path
+) -> None:
+    edit_config(target, attention_bias=True)
+    assert "self_attn.q_proj.bias is missing" in refused("--checkpoint", target)
+
+
+def test_biases_that_no_config_asks_for(refused: Callable[..., str], target: Path) -> None:
+    name = "model.layers.1.self_attn.o_proj.bias"
+    edit_tensors(target, lambda tensors: tensors.update({name: torch.zeros(256).bfloat16()}))
+    assert f"{name} is there, but config.json" in refused("--checkpoint", target)
+
+
+@pytest.mark.parametrize("plan", [[], ["--plan"]])
+def test_activations_that_the_checkpoint_has_no_scales_for(
+    refused: Callable[..., str], tmp_path: Path, plan: list[str]
+) -> None:
+    checkpoint = random_checkpoint(tmp_path / "w4a16", tiny_config(), algorithm="W4A16_NVFP4")
+    line = refused("--checkpoint", checkpoint, "--activations", "nvfp4", *plan)
+    assert "W4A16_NVFP4" in line
+    assert "has no input_scale; use --activations bf16" in line
 
 
 # Bad options
@@ -310,6 +398,15 @@ def test_missing_tokenizer(refused: Callable[..., str], target: Path) -> None:
         (["--max-num-rows", "32"], ["max_num_rows 32", "65"]),
         (["--activations", "int4"], ["int4"]),
         (["--config", "missing.yaml"], ["missing.yaml"]),
+        (["--kv-tokens", str(10**17)], ["kv_tokens must be at most 2147483647", str(10**17)]),
+        (["--max-batch-size", str(2**32)], ["max_batch_size must be at most", str(2**32)]),
+        (["--tree-budget", str(2**32 + 1)], ["tree_budget must be at most", str(2**32 + 1)]),
+        (["--block-size", str(2**31)], ["block_size must be at most"]),
+        (["--sm", str(2**31)], ["sm must be at most"]),
+        (["--kv-tokens", str(2**31 - 1)], ["kv_tokens 2147483647 in pages of page_size 16"]),
+        (["--tree", "static", "--tree-budget", "0"], ["tree static", "tree_budget of 0"]),
+        (["--tree", "static", "--block-size", "1"], ["tree static", "block_size of 1"]),
+        (["--output", "x" * 300], ["cannot write the engine", "File name too long"]),
     ],
 )
 def test_bad_option(refused: Callable[..., str], arguments: list[str], parts: list[str]) -> None:
@@ -324,8 +421,19 @@ def test_bad_option(refused: Callable[..., str], arguments: list[str], parts: li
         ("tree_budget: [1]", "tree_budget must be an integer"),
         ("page_size: true", "page_size must be an integer"),
         ("- a list", "expected a mapping"),
+        ("tp: 2026-99-99", "not YAML"),
         ("a: [", "not YAML"),
         ("tree: bushy", "tree must be one of dynamic, static"),
+        ("checkpoint: null", "checkpoint must be a path, not None"),
+        ("checkpoint: 5", "checkpoint must be a path, not 5"),
+        ("drafter: []", "drafter must be a path, not []"),
+        ("output: null", "output must be a path, not None"),
+        ('output: "a\\0b"', "output must be a path, not 'a\\x00b'"),
+        ("sm: [null]", "sm must be numbers"),
+        ("sm: [89.5]", "sm must be numbers"),
+        ("sm: []", "sm must be numbers"),
+        ("kv_tokens: 100000000000000000", "kv_tokens must be at most"),
+        ("kv_tokens: 1.0e+17", "kv_tokens must be an integer"),
     ],
 )
 def test_bad_configuration_file(
@@ -359,38 +467,23 @@ def test_full_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# Damaged engines (pitfall 36)
-
-
-@pytest.fixture
-def engine(demo_engine: Callable[..., Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(demo_engine(), tmp_path / "engine"))
-
-
-def test_an_engine_of_another_format_version_is_refused(engine: Path) -> None:
-    manifest = json.loads((engine / "config.json").read_text())
-    (engine / "config.json").write_text(json.dumps(manifest | {"format_version": 99}))
-    with pytest.raises(EngineDirError, match="format version 99, this trtree reads 1"):
-        EngineDir.open(engine)
-
-
-@pytest.mark.parametrize("name", ["network.json", "plan.json", "target.rank0.bin"])
-def test_a_changed_file_is_refused(engine: Path, name: str) -> None:
-    content = bytearray((engine / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (engine / name).write_bytes(content)
-    with pytest.raises(EngineDirError, match=rf"{name}: SHA-256 .* the manifest says"):
-        EngineDir.open(engine)
-
-
-def test_a_truncated_or_missing_file_is_refused(engine: Path) -> None:
-    file = engine / "drafter.rank0.bin"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(EngineDirError, match=r"bytes, the manifest says"):
-        EngineDir.open(engine)
-    file.unlink()
-    with pytest.raises(EngineDirError, match=r"missing; the manifest lists it"):
-        EngineDir.open(engine)
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The build is stopped as soon as its first unfinished file appears."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "build_engine.py"), "--output", "engine"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (begun := list(tmp_path.glob(".engine.*/*"))) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert begun
+    process.terminate()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert stderr.splitlines()[-1] == "terminated"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_names_every_option_of_the_configuration_file(

@@ -6,9 +6,15 @@ import sys
 from collections.abc import Sequence
 
 from trtree.build.bench import build
+from trtree.build.checkpoint import CheckpointError
+from trtree.build.engine_dir import EngineDirError
+from trtree.build.network.network import NetworkError
+from trtree.build.options import OptionError
+from trtree.runtime.cli import run_command
 
 # A benchmark is a module of this package; its docstring is its help.
 BENCHES = {"build": build}
+ERRORS = (CheckpointError, NetworkError, OptionError, EngineDirError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench.add_arguments(command)
         command.set_defaults(run=bench.run)
     args = parser.parse_args(argv)
+    return run_command(lambda: _print(args), ERRORS)
+
+
+def _print(args: argparse.Namespace) -> int:
     print(json.dumps(args.run(args), indent=2))
     return 0
 

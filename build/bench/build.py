@@ -16,6 +16,7 @@ from trtree.build.bench.memory import PeakMemory
 from trtree.build.bench.synthetic import write_random
 from trtree.build.engine_dir import EngineDir
 from trtree.build.options import BACKENDS, BuildOptions, parse_sms
+from trtree.runtime.cli import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="tensorrt-rtx")
     parser.add_argument("--sm", default="120", metavar="SM[,SM...]")
     parser.add_argument("--activations", choices=("nvfp4", "bf16"))
-    parser.add_argument("--max-seq-len", type=int, default=4096, metavar="N")
-    parser.add_argument("--max-batch-size", type=int, default=8, metavar="N")
+    parser.add_argument("--max-seq-len", type=positive, default=4096, metavar="N")
+    parser.add_argument("--max-batch-size", type=positive, default=8, metavar="N")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where to write (default: /tmp)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.work) as directory:
         work = Path(directory)
-        write_random(work / "checkpoint", args.model)
         options = BuildOptions(
             checkpoint=work / "checkpoint",
             output=work / "engine",
@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             max_batch_size=args.max_batch_size,
             kv_tokens=args.max_seq_len * args.max_batch_size,
         )
+        write_random(work / "checkpoint", args.model)
         description = builder.describe(options)
         with PeakMemory() as memory:
             started = time.perf_counter()

@@ -1,11 +1,12 @@
 """Random checkpoints of real shapes, for benchmarks: no weights are needed to time a build."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from trtree.build.checkpoint.quantization import QuantizationConfig, read_json, read_quantization
 from trtree.build.checkpoint.write import DEFAULT_INPUT_SCALE, write_checkpoint
@@ -36,8 +37,9 @@ def write_random(directory: Path, model: Path, *, seed: int = 0) -> None:
         max_shard_bytes=SHARD_BYTES,
         quantization=quantization,
     )
-    # A build wants a tokenizer to copy; this one holds nothing.
-    (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0"}) + "\n")
+    # A build wants a tokenizer to copy; the words of this one are its ids.
+    words = {str(i): i for i in range(int(config["vocab_size"]))}
+    Tokenizer(WordLevel(words, unk_token="0")).save(str(directory / "tokenizer.json"))
 
 
 class _Shapes:

@@ -234,7 +234,9 @@ def _target_layer_ids(fields: _Fields, target_layers: int) -> tuple[tuple[int, .
 def _attention(fields: _Fields) -> tuple[tuple[str, ...], int | None]:
     """Per layer full or sliding attention, and the window of the sliding ones in tokens."""
     layers = fields.integer("num_hidden_layers", 1)
-    types = fields.config.get("layer_types") or [FULL] * layers
+    types = fields.config.get("layer_types")
+    if types is None:
+        types = _derived_layer_types(fields, layers)
     if not isinstance(types, list) or len(types) != layers:
         raise CheckpointError(
             f"{fields.where}: layer_types {types!r} does not list num_hidden_layers {layers} layers"
@@ -259,6 +261,19 @@ def _attention(fields: _Fields) -> tuple[tuple[str, ...], int | None]:
             "expected a positive number of tokens"
         )
     return tuple(types), window
+
+
+def _derived_layer_types(fields: _Fields, layers: int) -> list[str]:
+    """transformers' rule for Qwen3 files that list no types (configuration_qwen3.py)."""
+    windowed = fields.flag("use_sliding_window") and (
+        "sliding_window" not in fields.config or fields.config["sliding_window"] is not None
+    )
+    first = fields.config.get("max_window_layers", 28)
+    if type(first) is not int or first < 0:
+        raise CheckpointError(
+            f"{fields.where}: max_window_layers must be a non-negative integer, not {first!r}"
+        )
+    return [SLIDING if windowed and i >= first else FULL for i in range(layers)]
 
 
 def _causal(fields: _Fields, layer_types: Sequence[str]) -> tuple[bool, ...]:

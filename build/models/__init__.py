@@ -30,8 +30,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
             those that are.
     """
     architectures = config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if name not in FAMILIES:
+    if architectures is not None and not isinstance(architectures, list):
+        raise NetworkError(
+            f"config.json: architectures must be a list of names, not {architectures!r}"
+        )
+    name = architectures[0] if architectures else None
+    if not isinstance(name, str) or name not in FAMILIES:
         raise NetworkError(
             f"config.json: architecture {name!r} is not supported; "
             f"supported: {', '.join(sorted(FAMILIES))}"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trtree.build.network.network import NetworkError
+from trtree.build.network.rope import positive_number
 
 
 class ConfigReader:
@@ -21,11 +22,8 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise NetworkError(f"{self._where}: {key} must be a positive number, not {value!r}")
-        return float(value)
+        """A positive, finite number."""
+        return positive_number(self._where, key, self._get(key, default))
 
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""
@@ -34,7 +32,7 @@ class ConfigReader:
             raise NetworkError(f"{self._where}: {key} must be true or false, not {value!r}")
         return value
 
-    def require(self, key: str, supported: str) -> None:
+    def require(self, key: str, supported: str | float) -> None:
         """Refuse any value but the one supported."""
         value = self._get(key, supported)
         if value != supported:
@@ -46,14 +44,18 @@ class ConfigReader:
         """Per layer, the sliding window in tokens, or None for full attention.
 
         Read from ``layer_types`` and ``sliding_window``; ``use_sliding_window`` false
-        turns windows off, as in the Qwen families.
+        turns windows off, as in the Qwen families. Without ``layer_types``, layers from
+        ``max_window_layers`` on slide if ``use_sliding_window`` asks for it; the rule and
+        its defaults are transformers' (configuration_qwen3.py).
         """
         layers = self.positive("num_hidden_layers")
-        kinds = self._config.get("layer_types") or ["full_attention"] * layers
+        kinds = self._config.get("layer_types")
+        if kinds is None:
+            return self._derived_windows(layers)
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise NetworkError(
-                f"{self._where}: layer_types has {len(kinds)} entries, "
-                f"num_hidden_layers is {layers}"
+                f"{self._where}: layer_types must list num_hidden_layers {layers} layers, "
+                f"not {kinds!r}"
             )
         unknown = sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"})
         if unknown:
@@ -62,6 +64,19 @@ class ConfigReader:
             return (None,) * layers
         window = self.positive("sliding_window")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+    def _derived_windows(self, layers: int) -> tuple[int | None, ...]:
+        window: int | None = None
+        # An explicit null means no window, even where windows are turned on.
+        explicit_none = self._config.get("sliding_window", 0) is None
+        if self.flag("use_sliding_window", False) and not explicit_none:
+            window = self.positive("sliding_window", 4096)
+        first = self._get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise NetworkError(
+                f"{self._where}: max_window_layers must be a non-negative integer, not {first!r}"
+            )
+        return tuple(window if i >= first else None for i in range(layers))
 
     def _get(self, key: str, default: Any) -> Any:
         value = self._config.get(key)

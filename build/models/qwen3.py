@@ -37,6 +37,7 @@ class Qwen3Config:
         """
         read = ConfigReader(config)
         read.require("hidden_act", "silu")
+        read.flag("attention_bias", False)
         heads = read.positive("num_attention_heads")
         hidden = read.positive("hidden_size")
         head_dim = read.positive("head_dim", hidden // heads)

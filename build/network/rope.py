@@ -5,6 +5,7 @@ every lowering turns by the same angles.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +40,32 @@ def rope_table(
     Raises:
         NetworkError: an unknown rope_type, or a missing or invalid parameter.
     """
-    params = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    params.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    params = _mapping(config, "rope_scaling") | _mapping(config, "rope_parameters")
+    if params.get("rope_theta") is None:
+        theta = config.get("rope_theta")
+        params["rope_theta"] = 10000.0 if theta is None else theta
     kind = params.get("rope_type", params.get("type", "default"))
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise NetworkError(
             f"config.json: rope_type {kind!r} is not supported; known: {', '.join(_KINDS)}"
         )
+    for where in (config, params):
+        if where.get("partial_rotary_factor") not in (None, 1):
+            raise NetworkError(
+                f"config.json: partial_rotary_factor {where['partial_rotary_factor']!r} is not "
+                "supported; only 1 is"
+            )
     theta = _number(params, "rope_theta")
     base = [theta ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]
-    inv_freq, scaling = _KINDS[kind](params, config, base, rotary_dim)
+    try:
+        inv_freq, scaling = _KINDS[kind](params, config, base, rotary_dim)
+        finite = all(math.isfinite(value) for value in (*inv_freq, scaling))
+    except NetworkError:
+        raise
+    except (ArithmeticError, ValueError):  # each number is valid, together they are not
+        finite = False
+    if not finite:
+        raise NetworkError(f"config.json: rope parameters {params!r} give no finite frequencies")
     return RopeTable(name, tuple(inv_freq), scaling, interleaved)
 
 
@@ -76,6 +93,10 @@ def _llama3(
         _number(params, key) for key in ("factor", "low_freq_factor", "high_freq_factor")
     )
     context = _number(params, "original_max_position_embeddings")
+    if high <= low:
+        raise NetworkError(
+            f"config.json: high_freq_factor {high} must be above low_freq_factor {low}"
+        )
     scaled = []
     for freq in base:
         wavelength = 2 * math.pi / freq
@@ -93,15 +114,16 @@ def _yarn(
     params: Mapping[str, Any], config: Mapping[str, Any], base: list[float], dim: int
 ) -> _Scaled:
     """YaRN (arXiv 2309.00071, section 3.2): interpolate slow frequencies, keep fast ones."""
-    context = params.get("original_max_position_embeddings") or config.get(
-        "max_position_embeddings"
-    )
-    if context is None:
-        raise NetworkError("config.json: yarn needs original_max_position_embeddings")
+    if params.get("original_max_position_embeddings") is not None:
+        context = _number(params, "original_max_position_embeddings")
+    else:
+        context = _number(config, "max_position_embeddings")
     factor = _number(params, "factor")
     theta = _number(params, "rope_theta")
-    beta_fast = float(params.get("beta_fast") or 32)
-    beta_slow = float(params.get("beta_slow") or 1)
+    if theta <= 1:
+        raise NetworkError(f"config.json: yarn needs a rope_theta above 1, not {theta}")
+    beta_fast = _number(params, "beta_fast", 32)
+    beta_slow = _number(params, "beta_slow", 1)
 
     def dimension_of(rotations: float) -> float:
         return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -126,7 +148,7 @@ def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if params.get("mscale") and params.get("mscale_all_dim"):
-        return mscale(params["mscale"]) / mscale(params["mscale_all_dim"])
+        return mscale(_number(params, "mscale")) / mscale(_number(params, "mscale_all_dim"))
     return mscale(1.0)
 
 
@@ -138,8 +160,29 @@ _KINDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], list[float], i
 }
 
 
-def _number(params: Mapping[str, Any], key: str) -> float:
-    value = params.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise NetworkError(f"config.json: {key} must be a positive number, not {value!r}")
+def positive_number(where: str, key: str, value: Any) -> float:
+    """``value`` as a float.
+
+    Raises:
+        NetworkError: it is no number, not finite (JSON readers take Infinity and NaN),
+            or not positive.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # The bound also refuses integers that no float holds.
+    if not number or not 0 < value <= sys.float_info.max:
+        raise NetworkError(f"{where}: {key} must be a positive number, not {value!r}")
     return float(value)
+
+
+def _number(params: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = params.get(key)
+    return positive_number("config.json", key, default if value is None else value)
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise NetworkError(f"config.json: {key} must be an object, not {value!r}")
+    return dict(value)

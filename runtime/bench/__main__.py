@@ -7,8 +7,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
+from trtree.build.checkpoint import CheckpointError
+from trtree.build.engine_dir import EngineDirError
+from trtree.build.network.network import NetworkError
+from trtree.build.options import OptionError
+from trtree.runtime.cli import run_command
+from trtree.runtime.session import RequestError
+
 # A benchmark is a module of this package with this name. Its docstring is its help.
 BENCHES = ("decode", "gpu", "linear", "tree")
+ERRORS = (CheckpointError, NetworkError, OptionError, EngineDirError, RequestError)
 
 
 class Bench(Protocol):
@@ -37,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench.add_arguments(command)
         command.set_defaults(run=bench.run)
     args = parser.parse_args(argv)
+    return run_command(lambda: _print(args), ERRORS)
+
+
+def _print(args: argparse.Namespace) -> int:
     print(json.dumps(args.run(args), indent=2))
     return 0
 

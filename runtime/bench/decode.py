@@ -22,6 +22,7 @@ from trtree.build.bench.widen import SHAPES
 from trtree.build.bench.widened import build_widened
 from trtree.build.builder import describe, write
 from trtree.build.options import BuildOptions, read_options
+from trtree.runtime.cli import positive
 from trtree.runtime.executor import Request
 from trtree.runtime.generate import read_prompts
 from trtree.runtime.session import Session
@@ -45,8 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("configs/demo/prompts.txt"),
         help="one a line; default: %(default)s",
     )
-    parser.add_argument("--max-tokens", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=15, help="of a step; default: %(default)s")
+    parser.add_argument("--max-tokens", type=positive, default=64, help="default: %(default)s")
+    parser.add_argument(
+        "--repeats", type=positive, default=15, help="of a step; default: %(default)s"
+    )
     parser.add_argument("--activations", choices=("nvfp4", "bf16"), help="default: the pair's")
     parser.add_argument(
         "--against",

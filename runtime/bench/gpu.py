@@ -38,6 +38,7 @@ from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 from trtree.plugins.tree_attention.plan import plan_attention, row_tables
 from trtree.plugins.tree_attention.reference import unpack_mask
 from trtree.plugins.tree_attention.tiles import FP8_MIN_SM, SMS, attention_tile
+from trtree.runtime.cli import positive
 
 # Triton, and what imports it, is imported where it is used: other benchmarks do without.
 
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=positive,
         default=min(os.cpu_count() or 1, 16),
         help="processes that check and compile; default: %(default)s",
     )

@@ -24,6 +24,7 @@ import torch
 
 import trtree._core as _core
 from trtree.plugins import dense_linear, nvfp4_linear
+from trtree.runtime.cli import positive, threads
 
 Bytes = npt.NDArray[np.uint8]
 Timer = Callable[[int], float]  # rows -> seconds
@@ -169,10 +170,12 @@ def _figures(case: Case, samples: list[Sample]) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 17, 33, 65])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--isa", default="", help="portable, avx2 or avx512; default: the best")
+    parser.add_argument("--rows", nargs="+", type=positive, default=[1, 8, 17, 33, 65])
+    parser.add_argument("--threads", type=threads, default=2)
+    parser.add_argument("--repeats", type=positive, default=7)
+    parser.add_argument(
+        "--isa", choices=("portable", "avx2", "avx512"), default="", help="default: the best"
+    )
     parser.add_argument(
         "--huge-pages", action="store_true", help="weights in 2 MiB pages; a mapped file has 4 KiB"
     )

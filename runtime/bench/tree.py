@@ -17,44 +17,40 @@ import numpy.typing as npt
 
 from trtree._core import ddtree as core
 from trtree.plugins.ddtree import build_tree, build_tree_from_top_k, reference, top_k_log_probs
+from trtree.runtime.cli import integer, positive, threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument(
-        "--vocab", type=_positive, default=151_936, help="default: %(default)s (Qwen3)"
+        "--vocab", type=positive, default=151_936, help="default: %(default)s (Qwen3)"
     )
     parser.add_argument(
-        "--depth", type=_positive, default=15, help="block size - 1; default: %(default)s"
+        "--depth", type=positive, default=15, help="block size - 1; default: %(default)s"
     )
     parser.add_argument(
         "--budgets",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[16, 64, 256, 1024],
         metavar="N",
         help="nodes besides the root; default: 16 64 256 1024",
     )
     parser.add_argument(
-        "--threads", type=_positive, nargs="+", default=[1, 2], metavar="N", help="default: 1 2"
+        "--threads", type=threads, nargs="+", default=[1, 2], metavar="N", help="default: 1 2"
     )
     parser.add_argument(
-        "--repeats", type=_positive, default=200, help="timed calls of each; default: %(default)s"
+        "--repeats", type=positive, default=200, help="timed calls of each; default: %(default)s"
     )
     parser.add_argument(
         "--reference-repeats",
-        type=_positive,
+        type=positive,
         default=3,
         help="timed calls of the reference; default: %(default)s",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the logits; default: %(default)s")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
+    parser.add_argument(
+        "--seed", type=integer(0), default=0, help="of the logits; default: %(default)s"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

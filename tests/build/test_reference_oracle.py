@@ -92,6 +92,8 @@ def rope(**parameters: Any) -> dict[str, Any]:
             "sliding_window": 7,
             "use_sliding_window": True,
         },
+        {"max_window_layers": 1, "sliding_window": 7, "use_sliding_window": True},
+        {"max_window_layers": 0, "sliding_window": None, "use_sliding_window": True},
     ],
     ids=[
         "untied",
@@ -103,6 +105,8 @@ def rope(**parameters: Any) -> dict[str, Any]:
         "llama3",
         "yarn",
         "window",
+        "window-without-layer-types",
+        "no-window-without-layer-types",
     ],
 )
 def test_target_against_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines import DEMO, tiny_config
+from engines import tiny_config, write_tokenizer
 from random_target import random_target
 from steps import path_to, prefill, random_tree, run_rows
 from trtree import _core
@@ -40,7 +40,7 @@ def write_target(
         quantization = QuantizationConfig(algorithm, exclusions)
         tensors = quantize_state_dict(tensors, exclude=exclusions, algorithm=algorithm)
     write_checkpoint(directory, tensors, config, quantization=quantization)
-    (directory / "tokenizer.json").write_bytes((DEMO / "target_nvfp4/tokenizer.json").read_bytes())
+    write_tokenizer(directory, config["vocab_size"])
     return directory
 
 

@@ -1,6 +1,10 @@
 """The generate command: text, JSON, comparison, refusals."""
 
 import json
+import resource
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +79,8 @@ def test_compare(
         (["--prompt", "a", "--tree-budget", "900"], "verify width of 901"),
         (["--prompt", "a", "--tree", "static"], "built without one"),
         (["--compare", "nowhere.txt"], "nowhere.txt"),
+        (["--prompt", "a\udcff"], "is not valid UTF-8"),
+        (["--prompt", "a\udcff", "--chat"], "is not valid UTF-8"),
     ],
 )
 def test_refusals(
@@ -86,6 +92,84 @@ def test_refusals(
     (line,) = captured.err.strip().splitlines()
     assert line.startswith("error: ")
     assert part in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "one of --prompt and --compare"),
+        (["--prompt", "a", "--max-tokens", str(2**31)], "--max-tokens: 2147483648 is not between"),
+        (["--prompt", "a", "--tree-budget", str(-(2**40))], "--tree-budget"),
+        (["--prompt", "a", "--threads", "257"], "257 is not between 1 and 256"),
+        (["--prompt", "a", "--threads", "0"], "0 is not between 1 and 256"),
+        (["--prompt", "a", "--threads", "x"], "invalid integer value: 'x'"),
+        (["--prompt", "a", "--baseline", "b"], "--baseline needs --compare"),
+        (["--prompt", "a", "--mode", "chain", "--tree", "static"], "--tree needs --mode tree"),
+        (["--prompt", "a", "--mode", "plain", "--tree-budget", "4"], "--tree-budget needs"),
+        (["--compare", "f", "--prompt", "a"], "leave out --prompt"),
+        (["--compare", "f", "--mode", "tree"], "leave out --mode"),
+        (["--compare", "f", "--tree", "dynamic", "--tree-budget", "4"], "--tree, --tree-budget"),
+    ],
+)
+def test_options_that_cannot_be(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(*arguments)
+    assert exit_.value.code == 2
+    assert part in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_one_token_needs_no_verify_pass(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--prompt", PROMPT, "--max-tokens", 1) == 0
+    assert capsys.readouterr().err.strip().endswith("acceptance length -")
+    assert run("--prompt", PROMPT, "--max-tokens", 1, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["acceptance_length"] is None
+    (tmp_path / "prompts.txt").write_text(PROMPT)
+    assert run("--compare", tmp_path / "prompts.txt", "--max-tokens", 1) == 0
+    assert "0.00" not in capsys.readouterr().out
+
+
+def test_without_a_drafter_the_default_is_plain(
+    demo_engine: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = demo_engine(drafter=None)
+    arguments = ["--engine", str(engine), "--prompt", PROMPT, "--max-tokens", "4"]
+    assert generate.main(arguments) == 0
+    assert "4 tokens" in capsys.readouterr().err
+    assert generate.main([*arguments, "--mode", "tree"]) == 2
+
+
+def test_an_engine_too_large_for_this_machine(
+    demo_engine: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In a process of bounded memory, as a machine may promise what it does not have."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+
+    engine = Path(shutil.copytree(demo_engine(), tmp_path / "engine"))
+    manifest = json.loads((engine / "config.json").read_text())
+    manifest["build_config"]["num_pages"] = 2**31 // 16 - 1  # terabytes of KV
+    (engine / "config.json").write_text(json.dumps(manifest))
+    done = subprocess.run(
+        [sys.executable, "-m", generate.__name__, "--engine", str(engine), "--prompt", "a"],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        check=False,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "the engine cannot be loaded" in line
+
+
+def test_help_names_exit_codes(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--help")
+    assert "130 interrupted" in " ".join(capsys.readouterr().out.split())
 
 
 def test_no_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

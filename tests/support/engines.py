@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from random_target import random_target
 from trtree.build import builder
@@ -48,10 +50,16 @@ def write_target(
     config: dict[str, Any],
     quantization: QuantizationConfig | None = None,
 ) -> Path:
-    """A checkpoint directory with the demo's tokenizer."""
+    """A checkpoint directory with a tokenizer for its vocabulary."""
     write_checkpoint(directory, tensors.items(), config, quantization=quantization)
-    (directory / "tokenizer.json").write_bytes((DEMO / "target_nvfp4/tokenizer.json").read_bytes())
+    write_tokenizer(directory, config["vocab_size"])
     return directory
+
+
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """One token per number below ``vocab_size``: its digits."""
+    words = {str(i): i for i in range(vocab_size)}
+    Tokenizer(WordLevel(words, unk_token="0")).save(str(directory / "tokenizer.json"))
 
 
 def random_checkpoint(

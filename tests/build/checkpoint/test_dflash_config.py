@@ -189,6 +189,24 @@ def test_the_family_reads_the_normalised_transformer() -> None:
     assert Qwen3Config.from_dict(drafter.transformer).windows == (512, 512)
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_window_layers": 1}, (["full_attention", "sliding_attention"], 64, True)),
+        ({"max_window_layers": 1, "sliding_window": None}, (["full_attention"] * 2, None, False)),
+        (
+            {"use_sliding_window": False, "max_window_layers": 0},
+            (["full_attention"] * 2, None, False),
+        ),
+    ],
+)
+def test_layer_types_are_derived_as_transformers_does(
+    fields: Json, expected: tuple[list[str], int | None, bool]
+) -> None:
+    stated = {"use_sliding_window": True, "sliding_window": 64, **fields}
+    assert attention(parse(config(**stated), WHERE)) == expected
+
+
 def test_a_window_without_sliding_layers_is_dropped() -> None:
     drafter = parse(config(sliding_window=4096, use_sliding_window=True), WHERE)
     assert attention(drafter) == (["full_attention"] * 2, None, False)
