@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if conflict := _conflict(args):
         parser.error(conflict)
+    if note := _unused(args):
+        print(note, file=sys.stderr)
     return run_command(lambda: _run(args), (ChatTemplateError, EngineDirError, RequestError))
 
 
@@ -53,13 +55,21 @@ def _conflict(args: argparse.Namespace) -> str | None:
         return "one of --prompt and --compare is required"
     if args.compare is None and args.baseline is not None:
         return "--baseline needs --compare"
-    names = ("tree", "tree_budget", "mode", "prompt")
-    given = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) is not None]
-    if args.compare is not None and given:
-        return f"--compare has its own prompts and modes; leave out {', '.join(given)}"
-    if args.mode in ("chain", "plain") and given[0].startswith("--tree"):
-        return f"{given[0]} needs --mode tree, not {args.mode}"
+    if args.compare is not None and args.prompt is not None:
+        return "--compare has its own prompts; leave out --prompt"
     return None
+
+
+def _unused(args: argparse.Namespace) -> str | None:
+    """Options given that have no effect with the others."""
+    if args.compare is not None:
+        names, why = ("mode", "tree", "tree_budget"), "with --compare, which runs every mode"
+    elif args.mode in ("chain", "plain"):
+        names, why = ("tree", "tree_budget"), f"in mode {args.mode}"
+    else:
+        return None
+    given = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) is not None]
+    return f"note: {', '.join(given)} has no effect {why}" if given else None
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -104,11 +104,7 @@ def test_refusals(
         (["--prompt", "a", "--threads", "0"], "0 is not between 1 and 256"),
         (["--prompt", "a", "--threads", "x"], "invalid integer value: 'x'"),
         (["--prompt", "a", "--baseline", "b"], "--baseline needs --compare"),
-        (["--prompt", "a", "--mode", "chain", "--tree", "static"], "--tree needs --mode tree"),
-        (["--prompt", "a", "--mode", "plain", "--tree-budget", "4"], "--tree-budget needs"),
         (["--compare", "f", "--prompt", "a"], "leave out --prompt"),
-        (["--compare", "f", "--mode", "tree"], "leave out --mode"),
-        (["--compare", "f", "--tree", "dynamic", "--tree-budget", "4"], "--tree, --tree-budget"),
     ],
 )
 def test_options_that_cannot_be(
@@ -118,6 +114,25 @@ def test_options_that_cannot_be(
         run(*arguments)
     assert exit_.value.code == 2
     assert part in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (["--mode", "plain", "--tree-budget", "4"], "--tree-budget has no effect in mode plain"),
+        (["--mode", "chain", "--tree", "dynamic"], "--tree has no effect in mode chain"),
+        (["--mode", "tree", "--tree-budget", "4"], None),
+    ],
+)
+def test_options_without_effect_are_said_to_have_none(
+    run: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    note: str | None,
+) -> None:
+    assert run("--prompt", PROMPT, "--max-tokens", 4, *arguments) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"note: {note}" if note else "note" not in lines[0]
 
 
 def test_one_token_needs_no_verify_pass(
