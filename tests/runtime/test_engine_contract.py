@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from engines import DEMO, build_demo, tiny_config
+from engines import DEMO, build_demo, tiny_config, write_target
 from random_target import random_target
 from steps import path_to, prefill, run_rows
 from trtree import _core
 from trtree.build import builder
-from trtree.build.checkpoint.write import write_checkpoint
 from trtree.build.engine_dir import EngineDir, EngineDirError, sha256
 from trtree.build.options import BuildOptions
 from trtree.runtime.engines import load_engine, open_engine
@@ -160,9 +159,7 @@ def test_overflowing_logits_are_an_error(tmp_path: Path, backend: str) -> None:
     config = tiny_config()
     tensors = random_target(config, dtype=torch.float32)
     tensors["model.norm.weight"] = torch.full((64,), 3e38)
-    checkpoint = tmp_path / "checkpoint"
-    write_checkpoint(checkpoint, tensors.items(), config)
-    shutil.copy(DEMO / "target_nvfp4/tokenizer.json", checkpoint)
+    checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
     options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine", backend=backend)
     _, engine = open_engine(builder.write(builder.describe(options)))
     request = _core.SegmentRequest(at(), [1, 2], [-1, 0], [0, 1])
