@@ -15,7 +15,7 @@ as a real model's is, with a real pair's acceptance.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,8 +140,6 @@ class WidenedCheckpoint:
         self._widening = widening
         self._small_layers = int(checkpoint.config["num_hidden_layers"])
         self.config = widening.widened_config(layers)
-        self.quantization = checkpoint.quantization
-        self.directory = checkpoint.directory
 
     def describe(self, module: str, source: CheckpointSource, owner: Owner) -> WeightInfo:
         small = source.describe(self._original(module), owner, ())
@@ -186,12 +184,6 @@ class WidenedCheckpoint:
             weight = widen(small.weight, 1)
         bias = None if small.bias is None else _pad_rows(small.bias, sizes, outs)
         return replace(small, weight=weight, bias=bias, segment_bounds=_bounds(in_features, groups))
-
-    def linear_info(self, module: str) -> Any:
-        raise NotImplementedError("describe() answers for widened modules")
-
-    def check_coverage(self, used: Iterable[str], ignored: Iterable[str] = ()) -> None:
-        """Widened weights are made from the small ones, of which every one was checked."""
 
     def _vector_shape(self, module: str, small: int) -> tuple[int]:
         return (small if module.endswith(("q_norm", "k_norm")) else self._widening.shape.hidden,)
