@@ -62,10 +62,11 @@ def _conflict(args: argparse.Namespace) -> str | None:
 
 def _unused(args: argparse.Namespace) -> str | None:
     """Options given that have no effect with the others."""
+    names = ["tree", "tree_budget"]
     if args.compare is not None:
-        names, why = ("mode", "tree", "tree_budget"), "with --compare, which runs every mode"
+        names, why = ["mode", *names], "with --compare, which runs every mode"
     elif args.mode in ("chain", "plain"):
-        names, why = ("tree", "tree_budget"), f"in mode {args.mode}"
+        why = f"in mode {args.mode}"
     else:
         return None
     given = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) is not None]
