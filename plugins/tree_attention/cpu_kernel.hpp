@@ -176,7 +176,14 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
   const int64_t start = std::min<int64_t>(oldest, segment.prefix_length);
   const int64_t prefix = segment.prefix_length - start;
   scratch.keys.clear();
-  for (int64_t i = 0; i < prefix; ++i) scratch.keys.push_back(key_at(start + i));
+  for (int64_t slot = start; slot < segment.prefix_length;) {  // page by page
+    const float* key = key_at(slot);
+    const int64_t page_end = (slot / cache.page_size + 1) * cache.page_size;
+    for (const int64_t end = std::min<int64_t>(page_end, segment.prefix_length); slot < end;
+         ++slot, key += d) {
+      scratch.keys.push_back(key);
+    }
+  }
 
   // Queries of a row stand together. Their lists are the prefix, then the row's tail.
   scratch.tails.clear();
