@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tensorrt_rtx")
-
 from engines import tiny_config
 from trtree.build.bench.__main__ import main
 

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tensorrt_rtx as trt
 import torch
 
 from network_evaluator import NetworkEvaluator, UnknownLayerError, evaluate_together
-
-trt: Any = pytest.importorskip("tensorrt_rtx")
 
 KEEP: list[Any] = []
 BF16 = torch.bfloat16

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tensorrt_rtx")
-
 from engines import ROOT, build_demo, random_checkpoint, tiny_config
 from trtree.build import builder
 from trtree.build.engine_dir import EngineDir, EngineDirError

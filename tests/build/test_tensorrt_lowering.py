@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("tensorrt_rtx")
-
 from engines import DEMO, random_checkpoint, tiny_config
 from lowered import (
     Batch,

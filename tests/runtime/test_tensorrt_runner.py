@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("tensorrt_rtx")
-
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
 from trtree import _core
 from trtree.build.options import read_options

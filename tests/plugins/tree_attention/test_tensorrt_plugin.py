@@ -4,7 +4,6 @@ TensorRT itself is not here: this shows signatures, types, shapes, aliasing and 
 that an engine runs.
 """
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -77,14 +76,6 @@ print(json.dumps({
 """
 
 
-def bindings_are_installed() -> bool:
-    try:
-        importlib.metadata.distribution("tensorrt-cu13-bindings")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def build(layer: PluginLayer, folder: Path) -> dict[str, Any]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
@@ -97,7 +88,6 @@ def build(layer: PluginLayer, folder: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.skipif(not bindings_are_installed(), reason="needs tensorrt-cu13-bindings' files")
 @pytest.mark.parametrize(
     "kv", [torch.bfloat16, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.full)], ids=str
 )
