@@ -12,6 +12,7 @@ void bind_executor(nb::module_& m);
 void bind_linear_bench(nb::module_& m);
 void bind_nvfp4_linear(nb::module_& m);
 void bind_parallel(nb::module_& m);
+void bind_requests(nb::module_& m);
 void bind_thread_pool(nb::module_& m);
 }  // namespace trtree
 
@@ -21,6 +22,7 @@ NB_MODULE(_core, m) {
   m.attr("__version__") = TRTREE_VERSION;
   trtree::bind_ddtree(m);
   trtree::bind_engine(m);
+  trtree::bind_requests(m);
   trtree::bind_executor(m);
   trtree::bind_parallel(m);
   trtree::bind_thread_pool(m);

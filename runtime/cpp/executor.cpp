@@ -1,6 +1,7 @@
 #include "runtime/cpp/executor.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <numeric>
 #include <span>
@@ -58,17 +59,28 @@ int64_t Executor::enqueue_request(Request request) {
                                 "; lower max_tokens or build with more kv_tokens");
   }
   const std::lock_guard lock(mailbox_);
+  if (shut_down_) throw std::runtime_error("the executor has been shut down");
+  const auto waiting = published_.queued_requests + static_cast<int32_t>(arrivals_.size());
+  if (config_.max_queue_size > 0 && waiting >= config_.max_queue_size) {
+    throw QueueFull(std::to_string(waiting) + " requests wait already, max_queue_size is " +
+                    std::to_string(config_.max_queue_size));
+  }
   arrivals_.emplace_back(next_id_, std::move(request));
+  mail_.notify_one();
   return next_id_++;
 }
 
-std::vector<Response> Executor::await_responses() {
+std::vector<Response> Executor::await_responses(double timeout_seconds) {
   const std::lock_guard lock(round_);
   std::vector<Response> responses;
   while (responses.empty()) {
     responses = take_mail();
     admit();
-    if (!responses.empty() || active_.empty()) break;
+    if (!responses.empty()) break;
+    if (active_.empty()) {
+      if (!await_mail(timeout_seconds)) break;
+      continue;
+    }
     const std::vector<Active*> scheduled = schedule();
     draft(scheduled);
     responses = verify(scheduled);
@@ -81,6 +93,27 @@ std::vector<Response> Executor::await_responses() {
 void Executor::cancel_request(int64_t request_id) {
   const std::lock_guard lock(mailbox_);
   cancellations_.push_back(request_id);
+  mail_.notify_one();
+}
+
+// Whether anything came before the timeout.
+bool Executor::await_mail(double timeout_seconds) {
+  std::unique_lock lock(mailbox_);
+  const auto some = [&] { return !arrivals_.empty() || !cancellations_.empty(); };
+  mail_.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
+                 [&] { return some() || shut_down_; });
+  return some();
+}
+
+void Executor::shutdown() {
+  const std::lock_guard lock(mailbox_);
+  shut_down_ = true;
+  mail_.notify_one();
+}
+
+std::vector<RoundRecord> Executor::take_rounds() {
+  const std::lock_guard lock(mailbox_);
+  return std::exchange(rounds_, {});
 }
 
 // Queue what arrived, end what was cancelled; a last response for each of the latter.
@@ -92,6 +125,10 @@ std::vector<Response> Executor::take_mail() {
                   std::make_move_iterator(arrivals_.end()));
     arrivals_.clear();
     cancellations.swap(cancellations_);
+    if (shut_down_) {
+      for (const auto& [request_id, request] : queue_) cancellations.push_back(request_id);
+      for (const auto& request : active_) cancellations.push_back(request->sequence.request_id);
+    }
   }
   std::vector<Response> responses;
   for (const int64_t request_id : cancellations) {
@@ -103,7 +140,7 @@ std::vector<Response> Executor::take_mail() {
 
 // Not finished: there is no such request.
 Response Executor::cancel(int64_t request_id) {
-  Response response{request_id, {}, FinishReason::kNotFinished, {}};
+  Response response{.request_id = request_id};
   const auto queued = std::find_if(queue_.begin(), queue_.end(),
                                    [&](const auto& entry) { return entry.first == request_id; });
   if (queued != queue_.end()) {
@@ -131,6 +168,8 @@ ExecutorStatistics Executor::latest_statistics() const {
 void Executor::publish_statistics() {
   statistics_.active_requests = static_cast<int32_t>(active_.size());
   statistics_.queued_requests = static_cast<int32_t>(queue_.size());
+  statistics_.total_pages =
+      capabilities_.kv_layout == KvLayout::kPaged ? capabilities_.num_pages : 0;
   statistics_.free_pages = pages_.num_free();
   const std::lock_guard lock(mailbox_);
   published_ = statistics_;
@@ -283,7 +322,7 @@ void Executor::accept(Active& request, const StepResult& result, size_t first_ou
     rows = std::move(walk.accepted);
   }
 
-  Response response{request.sequence.request_id, {}, FinishReason::kNotFinished, {}};
+  Response response{.request_id = request.sequence.request_id};
   const auto& stops = request.request.stop_token_ids;
   for (const int32_t token : new_tokens) {
     request.tokens.push_back(token);

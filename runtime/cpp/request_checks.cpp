@@ -89,9 +89,14 @@ void check_request(const Request& request, const Capabilities& capabilities,
   }
   check_tokens("prompt_token_ids", request.prompt_token_ids, capabilities.vocab_size);
   check_tokens("stop_token_ids", request.stop_token_ids, capabilities.vocab_size);
-  if (request.sampling.temperature != 0.0f) {
-    refuse("temperature " + to_string(request.sampling.temperature) +
-           " is not supported yet; only 0 (greedy) is");
+  if (!(request.sampling == SamplingConfig{})) {
+    refuse("sampling is not supported yet; only greedy decoding is");
+  }
+  if (request.output.log_probs >= 0 || request.output.prompt_log_probs >= 0) {
+    refuse("log_probs are not supported yet");
+  }
+  if (request.speculative.policy != BudgetPolicy::kFixed || request.speculative.chain_seed) {
+    refuse("budget policies and chain_seed are not supported yet");
   }
   check_speculation(request.speculative, capabilities, config);
 }

@@ -278,7 +278,7 @@ def test_a_static_tree_keeps_its_shape():
             "top_k 14; the engine offers at most 13",
         ),
         # Pitfall 11: refused by name until sampling is supported.
-        (Request([1], sampling=SamplingConfig(temperature=0.7)), "temperature 0.7"),
+        (Request([1], sampling=SamplingConfig(temperature=0.7)), "sampling is not supported"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused_by_name(request_, message):
