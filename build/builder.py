@@ -20,6 +20,7 @@ from trtree.build.engine_dir import (
 )
 from trtree.build.lowering import LOWERINGS
 from trtree.build.lowering.tensorrt import backend as tensorrt
+from trtree.build.lowering.tensorrt.paged import PagedSizes
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
@@ -64,8 +65,20 @@ class EngineDescription:
         return LOWERINGS[self.options.backend].stored_bytes(self.weights, owner)
 
     @property
-    def engine_sizes(self) -> tensorrt.EngineSizes:
+    def engine_sizes(self) -> tensorrt.Sizes:
         """What TensorRT engines of this description are built for."""
+        if self.options.paged_kv:
+            return PagedSizes(
+                sm=self.options.sm[0],
+                page_size=self.options.page_size,
+                num_pages=self.options.num_pages,
+                max_requests=self.options.max_batch_size,
+                max_rows=self.options.max_num_rows,
+                max_seq_len=self.max_seq_len,
+                verify_width=self.options.verify_width if self.drafter else 1,
+                max_verify_width=1 + self.options.largest_budget if self.drafter else 1,
+                block_size=self.block_size,
+            )
         return tensorrt.EngineSizes(
             max_batch_size=self.options.max_batch_size,
             max_chunk=self.options.max_num_rows,
@@ -238,7 +251,7 @@ def _max_seq_len(options: BuildOptions, model_limit: int) -> int:
             f"max_seq_len {options.max_seq_len} is above the model's "
             f"max_position_embeddings {model_limit}"
         )
-    if options.on_tensorrt:
+    if not options.paged_kv:
         # Every request owns its part of the cache.
         share = options.kv_tokens // options.max_batch_size
         if options.max_seq_len is None and share < 2:

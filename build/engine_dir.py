@@ -51,7 +51,13 @@ _KEYS: dict[str, dict[str, type]] = {
 _NO_DRAFTER = "speculative_config"  # the section that may be null
 _FROM_ZERO = ("mask_token_id", "tree_budget")  # other counts are at least 1
 _ENTRY = {"bytes": int, "sha256": str}  # of a file
-_TENSORRT = {"library": str, "version": str, "cache_length": int, "engines": dict}
+_TENSORRT = {
+    "library": str,
+    "version": str,
+    "attention": str,
+    "cache_length": int,
+    "engines": dict,
+}
 
 
 class EngineDirError(ValueError):

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 SMS = tuple(SHARED_LIMIT)
 
+# What the kernels are compiled and tested for.
+HEAD_DIMS = (64, 128, 192, 256)
+MAX_PAGE_SIZE = 128
+
 FP8_MIN_SM = 89  # older SMs cannot convert e4m3
 
 APPEND_ROWS = 4  # rows of an append program: 16 bytes for each of its threads

@@ -5,20 +5,23 @@ docs/tensorrt.md for what to run first on one.
 """
 
 import importlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from trtree.build.engine_dir import EngineDir, EngineDirError
+from trtree.plugins.tree_attention.contract import PagedKv
 from trtree.runtime.engines.tensorrt import TensorRTEngine
+from trtree.runtime.engines.tensorrt_paged import KvCommit, PagedTensorRTEngine
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
 def load_tensorrt_engine(
     engine: EngineDir, *, rank: int = 0, world_size: int = 1, communicator: Any = None
-) -> TensorRTEngine:
+) -> TensorRTEngine | PagedTensorRTEngine:
     """Load one rank's engines on the current GPU.
 
     Args:
@@ -45,7 +48,33 @@ def load_tensorrt_engine(
         for file, entry in engine.manifest["tensorrt"]["engines"].items()
         if entry["rank"] == rank
     }
-    return TensorRTEngine(engine, executables, torch.device("cuda"), rank)
+    device = torch.device("cuda")
+    if engine.manifest["tensorrt"]["attention"] == "native":
+        return TensorRTEngine(engine, executables, device, rank)
+    return PagedTensorRTEngine(
+        engine,
+        executables,
+        device,
+        _commit_for(engine),
+        target_ctas=torch.cuda.get_device_properties(device).multi_processor_count,
+        rank=rank,
+    )
+
+
+def _commit_for(engine: EngineDir) -> Callable[[Sequence[PagedKv]], KvCommit]:
+    """The commit kernel, which runs outside the engine and so needs Triton.
+
+    Raises:
+        EngineDirError: there is none.
+    """
+    try:
+        from trtree.plugins.tree_attention import launch
+    except ImportError as error:
+        raise EngineDirError(
+            f"{engine.path}: attention plugin commits with a Triton kernel ({error}); "
+            "pip install 'trtree[gpu]'"
+        ) from None
+    return lambda caches: partial(launch.commit, launch.KvStores.of(caches))
 
 
 def check_machine(engine: EngineDir, library_version: str, sm: int, world_size: int) -> None:

@@ -27,6 +27,7 @@ from lowered import (
     references,
 )
 from network_evaluator import NetworkEvaluator, evaluate_together
+from op_checks import check_op, relative
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.reference import ReferenceNetwork
 from trtree.build.lowering.tensorrt import backend
@@ -126,22 +127,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     return Pairs(tmp_path_factory.mktemp("lowered"))
 
 
-def steps_apart(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """How many bf16 values lie between, element by element."""
-
-    def order(x: torch.Tensor) -> torch.Tensor:
-        bits = x.contiguous().view(torch.int16).long()
-        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
-
-    return (order(got) - order(want)).abs()
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Relative L2 distance of each row."""
-    difference = (got.double() - want.double()).flatten(1).norm(dim=1)
-    return difference / want.double().flatten(1).norm(dim=1).clamp(min=1e-30)
-
-
 def w4a4_ops(pair: Pair) -> list[Op]:
     weights = pair.reference.network.weights
     ops = pair.reference.network.ops
@@ -163,24 +148,6 @@ def forced(pair: Pair, batch: Batch, want: dict[str, torch.Tensor]) -> dict[str,
             padded = batch.padded(part.float()).to(part.dtype)
             values[f"{op.name}/quantized:{index}"] = padded
     return values
-
-
-def check_op(op: Op, rounds_twice: bool, got: torch.Tensor, want: torch.Tensor) -> None:
-    """``got`` is ``want``, but for roundings in between that the op is known to have."""
-    assert got.dtype == want.dtype, op.name
-    if not got.is_floating_point() or op.kind in ("embedding", "reshape", "split", "concat", "add"):
-        assert torch.equal(got, want), op.name
-    elif got.dtype == torch.float32:
-        torch.testing.assert_close(got, want, rtol=0, atol=2e-6, msg=op.name)
-    elif op.kind == "linear" and rounds_twice:
-        assert relative(got, want).max() < 8e-3, op.name
-    else:
-        apart = steps_apart(got, want)
-        # Where a sum cancels, steps around zero are tiny beside what was summed.
-        scale = want.double().flatten(1).abs().amax(dim=1).reshape(-1, *[1] * (want.ndim - 1))
-        apart = torch.where((got.double() - want.double()).abs() < 1e-6 * scale, 0, apart)
-        assert apart.max() <= 1, (op.name, apart.max())
-        assert (apart > 0).double().mean() < 0.02, op.name
 
 
 def check_ops(pair: Pair, batch: Batch, inputs: dict[str, torch.Tensor], given: Any) -> set[str]:

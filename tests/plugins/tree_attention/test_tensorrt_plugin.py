@@ -50,7 +50,8 @@ tensors = {
     "packed_mask": T(i32, (rows, 3)), "work": T(i32, (items, 7)), "row_splits": T(i32, (rows, 3)),
 }
 network = tensorrt_stub.Network(trt)
-out, k, v = plugins.add_attention(network, trtp, layer, tensors)
+added = plugins.add_attention(network, trtp, layer, tensors)
+out, k, v = (added[name] for name in ("out", "k_cache", "v_cache"))
 try:
     wrong = tensors | {"positions": T(trt.int64, (rows,))}
     plugins.add_attention(tensorrt_stub.Network(trt), trtp, layer, wrong)
