@@ -191,8 +191,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--attention",
         choices=("native", "plugin"),
-        help="a TensorRT engine's attention: TensorRT's own layers, or this project's kernels "
-        "(not wired in yet, refused by name; default: native)",
+        help="a TensorRT engine's attention: TensorRT's own layers over contiguous KV, or this "
+        "project's kernels over KV pages (plugin: backend tensorrt only, one SM; not yet run on a "
+        "GPU; default: native)",
     )
     add(
         "--tree-budget",
