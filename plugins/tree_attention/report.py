@@ -53,6 +53,7 @@ def tree_specs() -> Iterator[KernelSpec]:
     yield specs.top_k_merge_spec(TOP_K, VOCAB)
     for width in TREE_WIDTHS:
         yield specs.build_tree_spec(width)
+        yield specs.walk_tree_spec(width)
 
 
 def report(

@@ -34,6 +34,8 @@ TREE = {
     "ddtree_top_k_merge",
     "ddtree_build_tree_17",
     "ddtree_build_tree_2048",
+    "ddtree_walk_tree_17",
+    "ddtree_walk_tree_2048",
 }
 
 
