@@ -50,7 +50,9 @@ def attention_tile(sm: int, head_dim: int, rows: int, group: int) -> Tile:
     tail_stages = 1 if rows <= 256 else stages
     if wide:
         return Tile(block_m, 32, 4 if block_m <= 32 else 8, stages, tail_stages)
-    return Tile(block_m, 64, 4 if block_m <= 64 else 8, stages, tail_stages)
+    # At 64 keys a step, ptxas spills here to fit two CTAs on an SM.
+    block_n = 32 if head_dim == 64 and sm in (89, 100) else 64
+    return Tile(block_m, block_n, 4 if block_m <= 64 else 8, stages, tail_stages)
 
 
 def require_fp8(sm: int) -> None:

@@ -5,8 +5,6 @@ equal. Prefill is a chain, verification a tree; padding, lengths and slots diffe
 """
 
 import dataclasses
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines import DEMO, random_checkpoint, tiny_config
+from engines import random_checkpoint, sliding_drafter, tiny_config
 from lowered import (
     Batch,
     describe,
@@ -98,7 +96,8 @@ class Pairs:
         if case.startswith("demo"):
             options = read_options(ROOT / "configs" / "demo.yaml")
             if case == "demo-sliding":
-                options = options.with_changes({"drafter": self._sliding_drafter()})
+                drafter = sliding_drafter(self._directory / "sliding")
+                options = options.with_changes({"drafter": drafter})
             activations = "nvfp4" if case == "demo-nvfp4" else "bf16"
             return describe(
                 options, activations=activations, max_seq_len=40, max_tree_budget=16, top_k=5
@@ -109,17 +108,6 @@ class Pairs:
             random_checkpoint(checkpoint, config, algorithm=algorithm)
         options = BuildOptions(checkpoint=checkpoint, max_seq_len=40, max_num_rows=128)
         return describe(options)
-
-    def _sliding_drafter(self) -> Path:
-        """The demo's, but its first layer slides, and so is causal inside the block."""
-        drafter = self._directory / "sliding"
-        if not drafter.exists():
-            shutil.copytree(DEMO / "drafter", drafter)
-            config = json.loads((drafter / "config.json").read_text())
-            kinds = ["sliding_attention", "full_attention"]
-            config |= {"layer_types": kinds, "sliding_window": 5, "use_sliding_window": True}
-            (drafter / "config.json").write_text(json.dumps(config))
-        return drafter
 
 
 @pytest.fixture(scope="module")

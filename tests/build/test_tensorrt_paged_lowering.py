@@ -13,17 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from engines import ROOT, random_checkpoint, tiny_config
+from engines import ROOT, random_checkpoint, sliding_drafter, tiny_config
 from lowered import describe, evaluators, lower_networks, recorded, references
 from network_evaluator import NetworkEvaluator, evaluate_together
 from op_checks import check_op, relative, steps_apart
 from paged_batch import PagedBatch, make_paged_batch, ragged_forced
+from plugin_network import PluginBuilder, plugins
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
+from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library, load_plugins
-from trtree.build.lowering.tensorrt.lower import LoweredNetwork
-from trtree.build.lowering.tensorrt.paged import PagedSizes
-from trtree.build.lowering.tensorrt.weights import Shard
+from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
+from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
+from trtree.build.lowering.tensorrt.weights import Encoding, Shard
+from trtree.build.network.graph import Graph, WeightInfo
+from trtree.build.network.network import NetworkError, Owner
+from trtree.build.network.rope import RopeTable
 from trtree.build.options import BuildOptions, OptionError, read_options
 from trtree.build.plan import memory_plan
 
@@ -77,14 +82,20 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return pairs_of(description, directory / "reference")["target"]
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+@pytest.fixture(scope="module", params=["full", "sliding"])
+def demo(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Pair]:
+    """The demo; with a drafter whose first layer slides, and is causal inside the block."""
+    directory = tmp_path_factory.mktemp("demo")
     options = read_options(ROOT / "configs" / "demo.yaml")
+    if request.param == "sliding":
+        options = options.with_changes({"drafter": sliding_drafter(directory / "drafter")})
     sizes = {"max_seq_len": 96, "max_tree_budget": 16, "top_k": 5, "kv_tokens": 512}
     description = describe(
         options, backend="tensorrt", attention="plugin", activations="bf16", **sizes
     )
-    return pairs_of(description, tmp_path_factory.mktemp("demo") / "reference")
+    return pairs_of(description, directory / "reference")
 
 
 def check_ops(pair: Pair, batch: PagedBatch, **more: torch.Tensor) -> set[str]:
@@ -141,8 +152,12 @@ def test_every_op_of_the_drafter(demo: dict[str, Pair], kind: str) -> None:
     ] * 2
 
     batch = block.batch(kind, length=70)
-    everything = torch.full_like(batch.reference_inputs()["packed_mask"], -1)
-    assert "top_k_log_probs" in check_ops(block, batch, packed_mask=everything)
+    masks = {"packed_mask": torch.full_like(batch.reference_inputs()["packed_mask"], -1)}
+    names = {binding.name for binding in block.lowered.inputs}
+    if "causal_mask" in names:
+        masks["causal_mask"] = batch.reference_inputs()["packed_mask"]
+    assert ("causal_mask" in names) == (len(block.lowered.plans) == 2)
+    assert "top_k_log_probs" in check_ops(block, batch, **masks)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "tree"])
@@ -247,6 +262,48 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
         halves.append(mine)
     parts = [values["output.logits"] for values in evaluate_together(ranks, halves)]
     assert relative(torch.cat(parts, dim=-1)[0], expected[0]).median() < 2e-2
+
+
+class NoWeights:
+    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
+        raise AssertionError(module)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("read elsewhere", "turned_again: plugin attention turns q_rotated for itself alone"),
+        ("nothing appended", "attention: plugin attention appends this step's keys and values"),
+        ("keys unturned", "attention: plugin attention turns queries and keys alike, or neither"),
+        ("neither", None),
+    ],
+)
+def test_graphs_that_append_cannot_turn_are_refused(shape: str, message: str | None) -> None:
+    """And without RoPE attention reads the queries as they are, not append's unwritten copy."""
+    graph = Graph("target", NoWeights(), dtype="bfloat16")
+    rows = graph.rows()
+    q, k, v = (graph.input(name, ("rows", 2, 64), "bfloat16") for name in "qkv")
+    rope = RopeTable("rope", [1.0, 0.1], 1.0, False)
+    q_rotated = graph.rotary_embedding("q_rotated", q, rows.positions, rope)
+    state = graph.kv_state(2, 64)
+    if shape == "read elsewhere":
+        graph.rotary_embedding("turned_again", q_rotated, rows.positions, rope)
+    if shape != "nothing appended":
+        graph.kv_append(k, v, rows.slots, state)
+    graph.output("out", graph.tree_attention(q if shape == "neither" else q_rotated, rows, state))
+    sizes = PagedSizes(120, 16, 8, 2, 32, 64, 17, 17, 0)
+    trt = load_library("tensorrt-rtx").module
+    logger = BuildMessages().logger(trt)
+    builder = trt.Builder(logger)
+    paged = paged_lowering(sizes, plugins(), graph.network, Shard())
+    arguments = (trt, PluginBuilder(builder), graph.network, Encoding(), {}, 64, paged)
+    if message:
+        with pytest.raises(NetworkError, match=message):
+            lower(*arguments)
+        return
+    append, attention, _ = lower(*arguments).definition.plugin_layers
+    assert attention.inputs[0] is append.inputs[0]
+    assert "q" in append.inputs[0].name
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,13 @@ def lower(
     for op in network.ops:
         if op.kind not in SHARDABLE and not low.sharded.isdisjoint(op.inputs):
             raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
+        operands = [low.values[name] for name in op.inputs]
+        if op.kind not in paged_attention.TURNING and any(
+            isinstance(operand, Unturned) for operand in operands
+        ):
+            raise NetworkError(f"{op.name}: plugin attention turns {op.inputs[0]} for itself alone")
         with low.emit.op(op.name):
-            results = functions[op.kind](low, op, [low.values[name] for name in op.inputs])
+            results = functions[op.kind](low, op, operands)
         for name, value in zip(op.outputs, results, strict=True):
             low.values[name] = value
     outputs = _outputs(low)

@@ -150,6 +150,9 @@ class Unturned:
     cos_sin: torch.Tensor  # float32 [positions, rotary_dim]
     interleaved: bool
 
+    def turns_like(self, other: "Unturned") -> bool:
+        return (self.table, self.interleaved) == (other.table, other.interleaved)
+
 
 @dataclass
 class PagedLowering:
@@ -271,7 +274,7 @@ def _layer(low: Lowering, op: Op, k: Any, v: Any, q: Any, group: int) -> tuple[A
     paged, emit = _paged(low), low.emit
     state = low.network.states[str(op.state)]
     turning = [isinstance(x, Unturned) for x in (q, k)]
-    if turning[0] != turning[1] or (turning[0] and q.table != k.table):
+    if turning[0] != turning[1] or (turning[0] and not q.turns_like(k)):
         raise NetworkError(f"{op.name}: plugin attention turns queries and keys alike, or neither")
     kv_heads = low.encoding.shard.part(state.heads, f"{state.name}: KV heads")
     dtype = TORCH_DTYPES[low.network.dtype]
@@ -320,6 +323,9 @@ def _paged(low: Lowering) -> PagedLowering:
     assert low.paged is not None
     return low.paged
 
+
+# Ops whose kernels turn queries and keys; no others may read them.
+TURNING = frozenset({"kv_append", "tree_attention"})
 
 OPS = {
     "kv_append": kv_append,
