@@ -13,6 +13,7 @@ void bind_linear_bench(nb::module_& m);
 void bind_nvfp4_linear(nb::module_& m);
 void bind_parallel(nb::module_& m);
 void bind_requests(nb::module_& m);
+void bind_sampler(nb::module_& m);
 void bind_thread_pool(nb::module_& m);
 }  // namespace trtree
 
@@ -23,6 +24,7 @@ NB_MODULE(_core, m) {
   trtree::bind_ddtree(m);
   trtree::bind_engine(m);
   trtree::bind_requests(m);
+  trtree::bind_sampler(m);
   trtree::bind_executor(m);
   trtree::bind_parallel(m);
   trtree::bind_thread_pool(m);

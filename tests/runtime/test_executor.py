@@ -13,6 +13,7 @@ from trtree.runtime.executor import (
     Executor,
     ExecutorConfig,
     FinishReason,
+    OutputConfig,
     Request,
     Response,
     SamplingConfig,
@@ -279,8 +280,9 @@ def test_a_static_tree_keeps_its_shape():
             Request([1], speculative=SpeculativeConfig(top_k=14)),
             "top_k 14; the engine offers at most 13",
         ),
-        # Pitfall 11: refused by name until sampling is supported.
-        (Request([1], sampling=SamplingConfig(temperature=0.7)), "sampling is not supported"),
+        (Request([1], sampling=SamplingConfig(temperature=-0.5)), "temperature"),
+        (Request([1], sampling=SamplingConfig(logit_bias=[(13, 1.0)])), "logit_bias"),
+        (Request([1], output=OutputConfig(log_probs=14)), "log_probs 14"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused_by_name(request_, message):
