@@ -63,6 +63,11 @@ def weights_file(owner: str, rank: int, suffix: str) -> str:
     return f"{owner}.rank{rank}.{suffix}"
 
 
+def plan_file(rank: int, ranks: int) -> str:
+    """The name of a rank's plan: ``plan.json`` where there is but one."""
+    return PLAN if ranks == 1 else f"plan.rank{rank}.json"
+
+
 class EngineDir:
     """A complete engine directory, opened for reading."""
 
@@ -104,15 +109,16 @@ class EngineDir:
         data = json.loads((self.path / NETWORKS).read_text())
         return {name: Network.from_dict(network) for name, network in data.items()}
 
-    def plan(self) -> dict[str, Any]:
-        """The CPU engine's plan.
+    def plan(self, rank: int = 0) -> dict[str, Any]:
+        """A rank's plan of the CPU engine.
 
         Raises:
             EngineDirError: there is none.
         """
-        plan = self._json(PLAN)
+        name = plan_file(rank, self.manifest["mapping"]["tp_size"])
+        plan = self._json(name)
         if plan is None:
-            raise EngineDirError(f"{self.path / PLAN}: missing; rebuild the engine")
+            raise EngineDirError(f"{self.path / name}: missing; rebuild the engine")
         return plan
 
     def tree_tables(self) -> dict[str, Any] | None:
