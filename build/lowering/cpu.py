@@ -2,8 +2,9 @@
 
 Splits and reshapes become views, and tensors share buffers once nothing reads them any
 more. The plan is plain JSON (``plan.json``, one for each rank);
-``runtime/cpp/cpu/plan.hpp`` documents its fields. Weights are packed for the kernels (``plugins/nvfp4_linear/README.md``,
-``plugins/dense_linear/README.md``) and memory-mapped, each at a multiple of 64 bytes.
+``runtime/cpp/cpu/plan.hpp`` documents its fields. Weights are packed for the kernels
+(``plugins/nvfp4_linear/README.md``, ``plugins/dense_linear/README.md``) and memory-mapped,
+each at a multiple of 64 bytes.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,11 +1,16 @@
 // What ranks of a job share, seen from Python: runtime/distributed drives it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
 
-#include <vector>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "runtime/cpp/distributed/leader_engine.hpp"
 #include "runtime/cpp/distributed/mpi.hpp"
+#include "runtime/cpp/distributed/watchdog.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -15,6 +20,34 @@ namespace trtree {
 namespace {
 
 using namespace distributed;
+
+// A Watchdog as a context manager.
+struct WatchdogContext {
+  double seconds;
+  std::string message;
+  std::unique_ptr<Watchdog> running = nullptr;
+};
+
+void bind_watchdog(nb::module_& m) {
+  nb::class_<WatchdogContext>(m, "Watchdog",
+                              "with Watchdog(seconds, message): where the block takes longer, "
+                              "print the message to stderr and exit with status 1, even while "
+                              "Python's lock is held.")
+      .def(
+          "__init__",
+          [](WatchdogContext* self, double seconds, std::string message) {
+            new (self) WatchdogContext{seconds, std::move(message)};
+          },
+          "seconds"_a, "message"_a)
+      .def("__enter__",
+           [](WatchdogContext& self) {
+             self.running = std::make_unique<Watchdog>(self.seconds, self.message);
+           })
+      .def(
+          "__exit__",
+          [](WatchdogContext& self, nb::object, nb::object, nb::object) { self.running.reset(); },
+          "kind"_a.none(), "error"_a.none(), "trace"_a.none());
+}
 
 using Words = nb::ndarray<nb::numpy, const int32_t, nb::ndim<1>, nb::c_contig>;
 
@@ -59,6 +92,7 @@ void bind_mpi(nb::module_& m) {
 void bind_distributed(nb::module_& m) {
   nb::module_ sub = m.def_submodule("distributed", "Tensor-parallel engines over several ranks.");
   bind_mpi(sub);
+  bind_watchdog(sub);
   nb::class_<LeaderEngine, Engine>(
       sub, "LeaderEngine",
       "A replica's engine as its executor sees it; see runtime/cpp/distributed/leader_engine.hpp.")
@@ -77,7 +111,9 @@ void bind_distributed(nb::module_& m) {
             });
           },
           "part"_a, "mpi"_a, "tag"_a, nb::keep_alive<0, 1>(),
-          "Messages go to every other rank of a communicator.");
+          "Messages go to every other rank of a communicator.")
+      .def_prop_ro("failed", &LeaderEngine::failed,
+                   "A call threw; workers may wait for a part that will not come.");
   sub.def(
       "make_call",
       [](Engine& engine, Words message) {

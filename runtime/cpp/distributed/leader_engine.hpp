@@ -3,9 +3,11 @@
 // have to say passes through the collectives of the parts.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -23,21 +25,33 @@ class LeaderEngine final : public Engine {
 
   Capabilities capabilities() const override { return part_.capabilities(); }
   StepResult step(const RowBatch& batch) override {
-    send_(encode_step(batch));
-    return part_.step(batch);
+    return call(encode_step(batch), [&] { return part_.step(batch); });
   }
   void commit(const std::vector<Commit>& commits) override {
-    send_(encode_commit(commits));
-    part_.commit(commits);
+    call(encode_commit(commits), [&] { part_.commit(commits); });
   }
   DraftResult draft(const std::vector<DraftRequest>& requests, int32_t top_k) override {
-    send_(encode_draft(requests, top_k));
-    return part_.draft(requests, top_k);
+    return call(encode_draft(requests, top_k), [&] { return part_.draft(requests, top_k); });
   }
 
+  // A call threw here; workers may wait for a part that will not come.
+  bool failed() const { return failed_; }
+
  private:
+  template <typename Part>
+  std::invoke_result_t<Part> call(const Message& message, Part part) {
+    try {
+      send_(message);
+      return part();
+    } catch (...) {
+      failed_ = true;
+      throw;
+    }
+  }
+
   Engine& part_;
   const Send send_;
+  std::atomic<bool> failed_ = false;
 };
 
 }  // namespace trtree::distributed
