@@ -19,6 +19,7 @@ from trtree.build.engine_dir import (
     writing,
 )
 from trtree.build.lowering import LOWERINGS
+from trtree.build.lowering.shard import RankNetworks, Shard, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
@@ -61,7 +62,11 @@ class EngineDescription:
         """Weights of an owner's networks on one rank."""
         if self.options.on_tensorrt:
             return tensorrt.rank_bytes(self.options, self.networks, owner)
-        return LOWERINGS[self.options.backend].stored_bytes(self.weights, owner)
+        return LOWERINGS[self.options.backend].stored_bytes(self.rank(0).weights, owner)
+
+    def rank(self, rank: int) -> RankNetworks:
+        """What one rank runs and stores; not of a TensorRT engine."""
+        return shard_networks(self.networks, self.weights, Shard(rank, self.options.tp))
 
     @property
     def engine_sizes(self) -> tensorrt.EngineSizes:
@@ -145,7 +150,7 @@ def describe_source(
         networks |= {"drafter_context": context.network, "drafter_block": block.network}
     if options.on_tensorrt:
         tensorrt.check(options, networks)
-    return EngineDescription(
+    description = EngineDescription(
         options=options,
         source=source,
         target=target,
@@ -156,6 +161,10 @@ def describe_source(
         top_k=top_k,
         max_seq_len=_max_seq_len(options, target.max_position_embeddings),
     )
+    if not options.on_tensorrt:
+        for rank in range(options.tp):
+            description.rank(rank)  # refuses what does not divide
+    return description
 
 
 def write(
@@ -203,13 +212,12 @@ def _write_weights(
             progress,
         )
         return {"sm": list(options.sm), "tensorrt": built}
-    LOWERINGS[options.backend].write_files(
-        out,
-        description.networks,
-        description.weights,
-        {owner: source.checkpoint(owner) for owner in description.owners()},
-        progress,
-    )
+    checkpoints = {owner: source.checkpoint(owner) for owner in description.owners()}
+    for index in range(options.tp):
+        rank = description.rank(index)
+        LOWERINGS[options.backend].write_files(
+            out, rank.networks, rank.weights, rank.readers(checkpoints), progress, rank.shard
+        )
     return {}
 
 

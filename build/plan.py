@@ -11,8 +11,9 @@ from trtree.build.network.network import State
 
 
 def kv_bytes_per_token(description: EngineDescription) -> int:
-    """KV of all layers, target and drafter, in bytes per token."""
-    states = {s.name: s for n in description.networks.values() for s in n.states.values()}
+    """KV of all layers, target and drafter, on one rank, in bytes per token."""
+    networks = description.rank(0).networks
+    states = {s.name: s for n in networks.values() for s in n.states.values()}
     return sum(_state_bytes(state) for state in states.values())
 
 

@@ -1,12 +1,13 @@
 """The CPU lowering: networks -> a plan (ops over buffers) and packed weights.
 
 Splits and reshapes become views, and tensors share buffers once nothing reads them any
-more. The plan is plain JSON (``plan.json``); ``runtime/cpp/cpu/plan.hpp`` documents its
-fields. Weights are packed for the kernels (``plugins/nvfp4_linear/README.md``,
-``plugins/dense_linear/README.md``) and memory-mapped, each at a multiple of 64 bytes.
+more. The plan is plain JSON (``plan.json``, one for each rank);
+``runtime/cpp/cpu/plan.hpp`` documents its fields. Weights are packed for the kernels
+(``plugins/nvfp4_linear/README.md``, ``plugins/dense_linear/README.md``) and memory-mapped,
+each at a multiple of 64 bytes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,7 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from trtree.build.engine_dir import PLAN, EngineDirWriter, weights_file
+from trtree.build.engine_dir import EngineDirWriter, plan_file, weights_file
+from trtree.build.lowering.shard import TILE, WHOLE, Shard, segment_bounds
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader
 from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
 from trtree.plugins.dense_linear import cpu as dense_cpu
@@ -23,8 +25,6 @@ from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
 
 SUFFIX = "bin"
 ALIGNMENT = 64
-TILE = 16  # output columns of a packed tile
-SEGMENTS = 8
 # Ops whose result is part of, or the same memory as, their input.
 _VIEWS = ("split", "reshape")
 
@@ -35,13 +35,14 @@ def write_files(
     weights: WeightPlan,
     checkpoints: Mapping[Owner, WeightReader],
     progress: Callable[[int], None],
+    shard: Shard = WHOLE,
 ) -> None:
-    """Write every owner's packed weights and ``plan.json``."""
+    """Write every owner's packed weights and the plan, of one rank."""
     entries: dict[str, dict[str, Any]] = {}
     for owner, checkpoint in checkpoints.items():
-        path = out.path / weights_file(owner, 0, SUFFIX)
+        path = out.path / weights_file(owner, shard.rank, SUFFIX)
         entries |= write_weights(path, owner, weights, checkpoint, progress)
-    out.json(PLAN, make_plan(networks, weights, entries))
+    out.json(plan_file(shard.rank, shard.size), make_plan(networks, weights, entries, shard))
 
 
 def write_weights(
@@ -74,12 +75,17 @@ def stored_bytes(plan: WeightPlan, owner: Owner) -> int:
 
 
 def make_plan(
-    networks: Mapping[str, Network], weights: WeightPlan, entries: Mapping[str, dict[str, Any]]
+    networks: Mapping[str, Network],
+    weights: WeightPlan,
+    entries: Mapping[str, dict[str, Any]],
+    shard: Shard = WHOLE,
 ) -> dict[str, Any]:
     """The JSON-able plan of all networks over the packed weights ``entries``."""
     plan = _Plan(weights, entries)
     lowered = {name: _lower(network, plan) for name, network in networks.items()}
     return {
+        "rank": shard.rank,
+        "ranks": shard.size,
         "networks": lowered,
         "weights": list(plan.weights.values()),
         "states": list(plan.states.values()),
@@ -114,7 +120,7 @@ def _write_weight(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> d
         entry |= _append(file, dense_cpu.pack(linear.weight))
     if linear.bias is not None:
         entry["bias_offset"] = _append(file, linear.bias.float().numpy())["offset"]
-    bounds = linear.segment_bounds or _segment_bounds(weight.shape[1])
+    bounds = linear.segment_bounds or segment_bounds(-(-weight.shape[1] // BLOCK))
     return entry | {"segments": list(bounds)}
 
 
@@ -145,12 +151,6 @@ def _packed_bytes(weight: Weight) -> int:
     return bias + dense_cpu.packed_size(
         weight.shape[0], weight.shape[1], getattr(torch, weight.dtype)
     )
-
-
-def _segment_bounds(in_features: int) -> Sequence[int]:
-    """K is reduced in 8 segments of whole blocks, whatever the number of ranks."""
-    blocks = -(-in_features // BLOCK)
-    return [i * blocks // SEGMENTS for i in range(SEGMENTS + 1)]
 
 
 # Networks
@@ -204,15 +204,16 @@ def _view_entry(
     rows = stored[view.stored].shape[0]
     if view.num_rows == rows:
         return {**outer, "name": name}
-    if view.first_row % TILE or view.num_rows % TILE:
+    end = view.first_row + view.num_rows
+    if view.first_row % TILE or (end % TILE and end != rows):
         raise NetworkError(
-            f"{name}: rows {view.first_row} to {view.first_row + view.num_rows} of {view.stored} "
-            f"do not begin and end on a tile of {TILE}"
+            f"{name}: rows {view.first_row} to {end} of {view.stored} do not begin and end on a "
+            f"tile of {TILE}"
         )
     tile_bytes = outer["bytes"] // -(-rows // TILE)
     entry = {**outer, "name": name, "out_features": view.num_rows}
     entry["offset"] += view.first_row // TILE * tile_bytes
-    entry["bytes"] = view.num_rows // TILE * tile_bytes
+    entry["bytes"] = -(-view.num_rows // TILE) * tile_bytes
     if outer["bias_offset"] >= 0:
         entry["bias_offset"] += 4 * view.first_row
     return entry
@@ -335,6 +336,8 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
         "eps": 0.0,
         "window": 0,
         "causal_mask": False,
+        "row_parallel": op.attrs.get("row_parallel", False),
+        "rank_columns": op.attrs.get("columns", []),
     }
     if op.weights:
         lowered["weight"] = plan.weight(op.weights[0])

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from trtree.build.engine_dir import EngineDirWriter, weights_file
 from trtree.build.lowering.reference import LinearImpl, ReferenceNetwork
+from trtree.build.lowering.shard import WHOLE, Shard
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader, plan_weights
 from trtree.build.network.network import Network, NetworkError, Owner, Weight
 from trtree.build.tensor_file import TensorFileWriter, TensorSpec
@@ -29,11 +30,12 @@ def write_files(
     weights: WeightPlan,
     checkpoints: Mapping[Owner, WeightReader],
     progress: Callable[[int], None],
+    shard: Shard = WHOLE,
 ) -> None:
     """Write every owner's weights; the networks are stored as they are."""
     del networks
     for owner, checkpoint in checkpoints.items():
-        path = out.path / weights_file(owner, 0, SUFFIX)
+        path = out.path / weights_file(owner, shard.rank, SUFFIX)
         write_weights(path, owner, weights, checkpoint, progress)
 
 

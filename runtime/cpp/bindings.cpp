@@ -6,6 +6,7 @@ namespace nb = nanobind;
 namespace trtree {
 void bind_cpu_engine(nb::module_& m);
 void bind_ddtree(nb::module_& m);
+void bind_distributed(nb::module_& m);
 void bind_dense_linear(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_executor(nb::module_& m);
@@ -32,4 +33,5 @@ NB_MODULE(_core, m) {
   trtree::bind_nvfp4_linear(m);
   trtree::bind_linear_bench(m);
   trtree::bind_cpu_engine(m);
+  trtree::bind_distributed(m);
 }

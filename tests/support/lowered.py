@@ -13,10 +13,11 @@ from trtree.build import builder
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
 from trtree.build.lowering.reference_weights import SUFFIX, load_networks, write_files
+from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
-from trtree.build.lowering.tensorrt.weights import Encoding, Shard, stage
+from trtree.build.lowering.tensorrt.weights import Encoding, stage
 from trtree.build.network.network import Op
 from trtree.build.options import BuildOptions
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv

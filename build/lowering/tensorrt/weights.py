@@ -13,34 +13,12 @@ from safetensors import safe_open
 
 from trtree.build.lowering.reference import TORCH_DTYPES
 from trtree.build.lowering.reference_weights import read_weight
+from trtree.build.lowering.shard import WHOLE, Shard
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import Parallel
 from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
 from trtree.build.tensor_file import TensorFileWriter, TensorSpec
 from trtree.plugins.nvfp4_linear import format as nvfp4
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank of a tensor-parallel engine."""
-
-    rank: int = 0
-    size: int = 1
-
-    def part(self, total: int, what: str) -> int:
-        """``total`` divided among the ranks.
-
-        Raises:
-            NetworkError: it does not divide.
-        """
-        if total % self.size:
-            raise NetworkError(f"{what}: {total} does not divide among {self.size} ranks")
-        return total // self.size
-
-    def of(self, tensor: torch.Tensor, axis: int, what: str) -> torch.Tensor:
-        """This rank's part of ``axis``."""
-        length = self.part(tensor.shape[axis], what)
-        return tensor.narrow(axis, self.rank * length, length)
 
 
 @dataclass(frozen=True)
@@ -65,7 +43,7 @@ class Encoding:
     """
 
     fp4: bool = True
-    shard: Shard = Shard()
+    shard: Shard = WHOLE
 
     def use(self, weight: Weight, op: Op) -> WeightUse:
         """How ``op`` uses its weight; on one rank nothing is split."""

@@ -48,13 +48,14 @@ WeightTable::WeightTable(const Plan& plan) {
 
 NetworkRunner::NetworkRunner(const Plan& plan, const PlanNetwork& network,
                              const WeightTable& weights, std::span<const attention::PagedKv> caches,
-                             Parallel& parallel, Isa isa)
+                             Parallel& parallel, Isa isa, Collectives* collectives)
     : plan_(plan),
       network_(network),
       weights_(weights),
       caches_(caches),
       parallel_(parallel),
       isa_(isa),
+      ranks_(collectives),
       buffers_(network.buffers.size()),
       angles_(plan.ropes.size()) {}
 
@@ -89,6 +90,9 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
   switch (op.kind) {
     case OpKind::kAdd:
       add(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_);
+      break;
+    case OpKind::kAllGather:
+      ranks_.gather_columns(tensor(op.inputs[0]), op.rank_columns, tensor(op.outputs[0]));
       break;
     case OpKind::kArgmax:
       outputs_.argmax.resize(num_outputs_);
@@ -133,9 +137,16 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
 void NetworkRunner::linear(const PlanOp& op) {
   const Matrix x = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
   const PlanWeight& weight = plan_.weights[op.weight];
+  LinearOutput output{y.data, y.stride};
+  if (op.row_parallel) {
+    const auto segments = static_cast<int32_t>(weight.segments.size()) - 1;
+    output = ranks_.segment_sums(x.rows, segments, y.width);
+  }
   if (weight.kind == WeightKind::kDense) {
+    const dense::Weight& packed = weights_.dense(op.weight);
     dense_input_.assign(x.data, x.rows, x.width, x.stride);
-    dense::linear(weights_.dense(op.weight), dense_input_, {y.data, y.stride}, parallel_, isa_);
+    dense::linear(packed, dense_input_, output, parallel_, isa_);
+    if (op.row_parallel) ranks_.add_segments(1.0f, packed.bias, y, parallel_);
     return;
   }
   if (weight.input_scale > 0) {
@@ -143,7 +154,11 @@ void NetworkRunner::linear(const PlanOp& op) {
   } else {
     nvfp4_input_.round_to_bf16(x.data, x.rows, x.width, x.stride, parallel_, isa_);
   }
-  nvfp4::linear(weights_.nvfp4(op.weight), nvfp4_input_, {y.data, y.stride}, parallel_, isa_);
+  const nvfp4::Weight& packed = weights_.nvfp4(op.weight);
+  nvfp4::linear(packed, nvfp4_input_, output, parallel_, isa_);
+  if (!op.row_parallel) return;
+  const float scale = nvfp4::output_scale(packed.global_scale, nvfp4_input_.input_scale());
+  ranks_.add_segments(scale, packed.bias, y, parallel_);
 }
 
 void NetworkRunner::embedding(const PlanOp& op, const StepRows& rows) {

@@ -15,6 +15,7 @@
 #include "plugins/tree_attention/cpu.hpp"
 #include "runtime/cpp/cpu/mapped_file.hpp"
 #include "runtime/cpp/cpu/plan.hpp"
+#include "runtime/cpp/cpu/rank_ops.hpp"
 #include "runtime/cpp/cpu/row_ops.hpp"
 
 namespace trtree::cpu {
@@ -57,9 +58,11 @@ struct StepOutputs {
 
 class NetworkRunner {
  public:
-  // All references must outlive the runner. caches: by state index.
+  // All references must outlive the runner. caches: by state index. collectives: null on
+  // one rank.
   NetworkRunner(const Plan& plan, const PlanNetwork& network, const WeightTable& weights,
-                std::span<const attention::PagedKv> caches, Parallel& parallel, Isa isa);
+                std::span<const attention::PagedKv> caches, Parallel& parallel, Isa isa,
+                Collectives* collectives = nullptr);
 
   // Makes room for the step's rows; an input tensor may be filled after this.
   void prepare(int64_t num_rows, int64_t num_outputs);
@@ -89,6 +92,7 @@ class NetworkRunner {
   std::span<const attention::PagedKv> caches_;
   Parallel& parallel_;
   const Isa isa_;
+  RankOps ranks_;
 
   int64_t num_rows_ = 0;
   int64_t num_outputs_ = 0;

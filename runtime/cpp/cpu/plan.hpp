@@ -13,6 +13,7 @@ namespace trtree::cpu {
 
 enum class OpKind {
   kAdd,
+  kAllGather,
   kArgmax,
   kConcat,
   kEmbedding,
@@ -53,6 +54,9 @@ struct PlanOp {
   double eps = 0;            // rms_norm
   int32_t window = 0;        // tree_attention; 0: none
   bool causal_mask = false;  // tree_attention: of a drafter's block
+  // linear: this rank's part of K, whose segment sums all ranks add.
+  bool row_parallel = false;
+  std::vector<int64_t> rank_columns;  // all_gather: bounds of every rank's columns
 };
 
 struct PlanNetwork {
@@ -95,6 +99,8 @@ struct PlanRope {
 
 struct Plan {
   std::string directory;
+  int32_t rank = 0;   // whose part of the engine this is
+  int32_t ranks = 1;  // of the whole
   std::map<std::string, PlanNetwork> networks;
   std::vector<PlanWeight> weights;
   std::vector<PlanState> states;

@@ -1,5 +1,6 @@
 #include "runtime/cpp/cpu/plan_checks.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -38,6 +39,7 @@ Arity arity(OpKind kind) {
       return {0, 1};
     case OpKind::kKvAppend:
       return {2, 0};
+    case OpKind::kAllGather:
     case OpKind::kConcat:
     case OpKind::kGatherRows:
     case OpKind::kLinear:
@@ -78,6 +80,16 @@ void check_state_use(const Plan& plan, const PlanOp& op, const std::string& wher
           "width " + to_string(in) + " for heads of " + to_string(state.head_dim));
 }
 
+void check_gather(const Plan& plan, const PlanOp& op, const std::string& where, int64_t in,
+                  int64_t out) {
+  const std::vector<int64_t>& bounds = op.rank_columns;
+  require(static_cast<int32_t>(bounds.size()) == plan.ranks + 1 && bounds.front() == 0 &&
+              bounds.back() == out && std::is_sorted(bounds.begin(), bounds.end()),
+          where, "rank_columns do not cover " + to_string(out) + " columns");
+  const int64_t own = bounds[plan.rank + 1] - bounds[plan.rank];
+  require(in == own, where, to_string(in) + " columns, this rank has " + to_string(own));
+}
+
 void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
               const std::string& where) {
   for (const int32_t tensor : op.inputs) check_index(tensor, network.tensors, where, "tensor");
@@ -95,6 +107,9 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
     case OpKind::kLinear:
     case OpKind::kRmsNorm:
       check_weight_use(plan, op, where, in, out);
+      break;
+    case OpKind::kAllGather:
+      check_gather(plan, op, where, in, out);
       break;
     case OpKind::kKvAppend:
       require(total == 2 * in, where, "keys and values differ in width");
@@ -117,8 +132,8 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
       break;
   }
   const bool same_width = op.kind == OpKind::kConcat ? total == out : in == out;
-  const bool free =
-      op.outputs.empty() || op.kind == OpKind::kEmbedding || op.kind == OpKind::kLinear;
+  const bool free = op.outputs.empty() || op.kind == OpKind::kEmbedding ||
+                    op.kind == OpKind::kLinear || op.kind == OpKind::kAllGather;
   require(free || same_width, where, "result of width " + to_string(out));
 }
 
@@ -143,6 +158,8 @@ void check_network(const Plan& plan, const std::string& name, const PlanNetwork&
 }  // namespace
 
 void check_plan(const Plan& plan) {
+  require(plan.rank >= 0 && plan.rank < plan.ranks, "rank",
+          to_string(plan.rank) + " of " + to_string(plan.ranks));
   for (const PlanWeight& weight : plan.weights) {
     require(weight.offset >= 0 && weight.offset % kPackedAlignment == 0 && weight.bytes >= 0 &&
                 weight.out_features > 0 && weight.in_features >= 0 && weight.bias_offset >= -1,
@@ -165,6 +182,14 @@ void check_plan(const Plan& plan) {
                     target->second.tensors[target->second.captured_output].width,
             "drafter_context", "its input is not what the target captures");
   }
+}
+
+void check_ranks(const Plan& plan, const Collectives* collectives) {
+  const int32_t rank = collectives == nullptr ? 0 : collectives->rank();
+  const int32_t size = collectives == nullptr ? 1 : collectives->size();
+  require(plan.rank == rank && plan.ranks == size, plan.directory,
+          "made for rank " + to_string(plan.rank) + " of " + to_string(plan.ranks) +
+              ", loaded as rank " + to_string(rank) + " of " + to_string(size));
 }
 
 }  // namespace trtree::cpu
