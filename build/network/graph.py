@@ -396,6 +396,8 @@ class Graph:
         weight = self._weight(modules, sizes, in_features, owner)
         shape = (*x.shape[:-1], sum(sizes))
         attrs = {"parallel": parallel} if parallel else {}
+        if dtype:
+            attrs |= {"dtype": dtype}
         dtypes = [dtype or self.network.dtype]
         return self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)[
             0

@@ -8,25 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines import write_target
+from engines import random_checkpoint
 from op_by_op import OpByOp
-from random_moe import glm4_moe_config, qwen3_moe_config, random_moe
+from random_moe import glm4_moe_config, qwen3_moe_config
 from steps import path_to, prefill, random_tree, run_rows
 from trtree import _core
 from trtree.build import builder
-from trtree.build.checkpoint import QuantizationConfig
-from trtree.build.checkpoint.write import DEFAULT_EXCLUDE, quantize_state_dict
 from trtree.build.engine_dir import EngineDir
 from trtree.build.options import BuildOptions
 from trtree.runtime.engines import open_engine
 from trtree.runtime.engines.cpu import load_cpu_engine
 
 VOCAB = 80
-EXCLUDE = (*DEFAULT_EXCLUDE, "model.layers.*.mlp.gate")
 FAMILIES = {
     "qwen3": qwen3_moe_config(num_experts=16, num_experts_per_tok=4, decoder_sparse_step=1),
     "glm": glm4_moe_config(n_routed_experts=16, num_experts_per_tok=4),
@@ -44,20 +40,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
     @cache
     def checkpoint(family: str, algorithm: str | None) -> Path:
-        config = FAMILIES[family]
-        tensors = random_moe(config, dtype=torch.bfloat16)
-        quantization = None
-        if algorithm:
-            quantization = QuantizationConfig(algorithm, EXCLUDE)
-            scales = {
-                name.removesuffix(".weight"): 0.002 * (1 + index % 5)
-                for index, name in enumerate(tensors)
-            }
-            quantized = quantize_state_dict(
-                tensors.items(), exclude=EXCLUDE, algorithm=algorithm, input_scales=scales
-            )
-            tensors = dict(quantized)
-        return write_target(root / f"{family}.{algorithm}", tensors, config, quantization)
+        directory = root / f"{family}.{algorithm}"
+        return random_checkpoint(directory, FAMILIES[family], algorithm=algorithm)
 
     @cache
     def built(family: str, algorithm: str | None, backend: str) -> Path:
