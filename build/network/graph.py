@@ -395,9 +395,8 @@ class Graph:
         in_features = _static(x.shape[-1], f"{name}: in_features")
         weight = self._weight(modules, sizes, in_features, owner)
         shape = (*x.shape[:-1], sum(sizes))
-        attrs = {"parallel": parallel} if parallel else {}
-        if dtype:
-            attrs |= {"dtype": dtype}
+        given = {"parallel": parallel, "dtype": dtype}
+        attrs = {name: value for name, value in given.items() if value}
         dtypes = [dtype or self.network.dtype]
         return self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)[
             0

@@ -109,9 +109,7 @@ def test_sizes(build: Build, max_batch_size: int, max_seq_len: int, budget: int)
     ],
     ids=["qwen3-w4a4", "glm-w4a4-two-ranks", "glm-w4a16", "qwen3-bf16"],
 )
-def test_experts(
-    tmp_path: Path, config: dict[str, Any], algorithm: str | None, ranks: int
-) -> None:
+def test_experts(tmp_path: Path, config: dict[str, Any], algorithm: str | None, ranks: int) -> None:
     """Experts as batched products: FP4 weights stay FP4 at run time where activations are."""
     checkpoint = random_checkpoint(tmp_path / "checkpoint", config, algorithm=algorithm)
     options = BuildOptions(
