@@ -11,6 +11,7 @@ from typing import Any
 from trtree.build import models, text_files
 from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config
 from trtree.build.checkpoint.dflash_config import DrafterConfig
+from trtree.build.checkpoint.patterns import matcher
 from trtree.build.engine_dir import (
     GENERATION_CONFIG,
     TOKENIZER,
@@ -31,6 +32,8 @@ from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, Sou
 
 log = logging.getLogger(__name__)
 
+# A drafter's layers are Qwen3's.
+_DRAFTER_BIASED = models.FAMILIES["Qwen3ForCausalLM"].biased
 # What a checkpoint may bring beside weights that generation needs.
 _TOKENIZER_FILES = (text_files.TOKENIZER_FILE, text_files.TOKENIZER_CONFIG, "chat_template.jinja")
 
@@ -266,19 +269,29 @@ def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Ch
         if weight.owner == owner
         for module in weight.modules
     }
-    # A tied head that a checkpoint stores all the same is the embedding again.
-    tied = owner == "target" and description.target.tie_word_embeddings
-    checkpoint.check_coverage(modules, ["lm_head.weight"] if tied else [])
+    ignored: list[str] = []
+    if owner == "target":
+        ignored += models.family_of(checkpoint.config).left_out(description.target)
+        for pattern in ignored:
+            if count := sum(map(bool, map(matcher([pattern]).fullmatch, checkpoint.names()))):
+                log.info("%s: %d tensors are left out", pattern, count)
+        if description.target.tie_word_embeddings:
+            # A tied head that a checkpoint stores all the same is the embedding again.
+            ignored.append("lm_head.weight")
+    checkpoint.check_coverage(modules, ignored)
 
 
 def _check_biases(description: EngineDescription, owner: Owner) -> None:
-    """``attention_bias`` says whether q, k, v and o have biases; no other linear has one."""
-    stated = bool(description.source.config(owner).get("attention_bias"))
+    """``attention_bias`` says whether attention's linears have biases (which of them, the
+    family says); no other linear has one."""
+    config = description.source.config(owner)
+    stated = bool(config.get("attention_bias"))
+    biased = models.family_of(config).biased if owner == "target" else _DRAFTER_BIASED
     for weight in description.weights.stored.values():
         if weight.owner != owner or len(weight.shape) == 1:
             continue
         for module in weight.modules:
-            expected = stated and ".self_attn." in module
+            expected = stated and ".self_attn." in module and module.endswith(biased)
             if weight.has_bias != expected:
                 found = "is there" if weight.has_bias else "is missing"
                 raise CheckpointError(

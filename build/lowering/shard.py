@@ -100,6 +100,10 @@ def shard_networks(
             f"tp {shard.size}: linears are reduced in {SEGMENTS} segments, which do not divide "
             f"among {shard.size} ranks; use 2, 4 or 8"
         )
+    for network in networks.values():
+        for op in network.ops:
+            if op.kind in ("experts_up", "experts_down"):
+                raise NetworkError(f"tp {shard.size}: {op.name}: experts run on one rank so far")
     local = {name: _NetworkShard(network, shard).network for name, network in networks.items()}
     plan = WeightPlan({}, {})
     parts: dict[tuple[Owner, tuple[str, ...]], _Part] = {}

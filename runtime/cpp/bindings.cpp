@@ -11,6 +11,7 @@ void bind_dense_linear(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_executor(nb::module_& m);
 void bind_linear_bench(nb::module_& m);
+void bind_moe(nb::module_& m);
 void bind_nvfp4_linear(nb::module_& m);
 void bind_parallel(nb::module_& m);
 void bind_requests(nb::module_& m);
@@ -30,6 +31,7 @@ NB_MODULE(_core, m) {
   trtree::bind_parallel(m);
   trtree::bind_thread_pool(m);
   trtree::bind_dense_linear(m);
+  trtree::bind_moe(m);
   trtree::bind_nvfp4_linear(m);
   trtree::bind_linear_bench(m);
   trtree::bind_cpu_engine(m);
