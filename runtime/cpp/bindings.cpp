@@ -17,6 +17,7 @@ void bind_parallel(nb::module_& m);
 void bind_requests(nb::module_& m);
 void bind_sampler(nb::module_& m);
 void bind_thread_pool(nb::module_& m);
+void bind_tree_policy(nb::module_& m);
 }  // namespace trtree
 
 NB_MODULE(_core, m) {
@@ -30,6 +31,7 @@ NB_MODULE(_core, m) {
   trtree::bind_executor(m);
   trtree::bind_parallel(m);
   trtree::bind_thread_pool(m);
+  trtree::bind_tree_policy(m);
   trtree::bind_dense_linear(m);
   trtree::bind_moe(m);
   trtree::bind_nvfp4_linear(m);
