@@ -9,8 +9,8 @@ the machine it was measured on.
 
 import hashlib
 import json
-import re
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
