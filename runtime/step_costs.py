@@ -161,8 +161,9 @@ class _Measurement:
             for count, times in draft.items():
                 times.append(self._draft(count))
         per_context = self._per_context()
+        context = per_context * self._context  # of a row, in what was measured
         self._on_progress(1.0)
-        return StepCosts(_least(verify), _least(draft), per_context)
+        return StepCosts(_least(verify, context), _least(draft), per_context)
 
     def _first_pass(self, sizes: dict[int, list[float]], run: Callable[[int], float]) -> None:
         """Warm each size up and time it once; drop the sizes that there is no time for."""
@@ -252,9 +253,10 @@ def _batch(at: list[_core.Sequence], tokens: list[list[int]], *, outputs: bool) 
     return _core.RowBatch(segments)
 
 
-def _least(times: dict[int, list[float]]) -> Points:
+def _least(times: dict[int, list[float]], less: float = 0.0) -> Points:
+    """The least of each size's times, without ``less`` for each unit of size."""
     # A clock too coarse for a pass must not make it free.
-    return [(size, max(1e-9, min(found))) for size, found in times.items()]
+    return [(size, max(1e-9, min(found) - less * size)) for size, found in times.items()]
 
 
 def _entries(engine: EngineDir) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ constexpr int kLanes = 4;
 constexpr int kLanes = 2;
 #endif
 typedef double Doubles __attribute__((vector_size(8 * kLanes)));
-typedef int64_t Longs __attribute__((vector_size(8 * kLanes)));
+typedef uint64_t Longs __attribute__((vector_size(8 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 
 constexpr int kAccumulators = 8;  // the same on every instruction set
@@ -53,7 +53,7 @@ inline Doubles exp_nonpositive(Doubles x) {
   p = p * f + 0.5;
   p = p * f + 1.0;
   p = p * f + 1.0;
-  const Longs power_of_two = ((Longs)shifted << 52) + (int64_t{1023} << 52);
+  const Longs power_of_two = ((Longs)shifted << 52) + (uint64_t{1023} << 52);
   const Doubles result = p * (Doubles)power_of_two;
   return (Doubles)((Longs)result & (Longs)(x >= -708.0));
 }
