@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SM[,SM...]",
         help="GPUs of a TensorRT engine: 120 (RTX PRO 6000 Blackwell), 89, ... (default: 120)",
     )
-    add("--tp", type=int, metavar="N", help="ranks of a TensorRT engine (default: 1)")
+    add("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
     add(
         "--attention",
         choices=("native", "plugin"),

@@ -11,6 +11,7 @@ from typing import Any
 from trtree.build import models, text_files
 from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config
 from trtree.build.checkpoint.dflash_config import DrafterConfig
+from trtree.build.checkpoint.patterns import matcher
 from trtree.build.engine_dir import (
     GENERATION_CONFIG,
     TOKENIZER,
@@ -19,6 +20,7 @@ from trtree.build.engine_dir import (
     writing,
 )
 from trtree.build.lowering import LOWERINGS
+from trtree.build.lowering.shard import RankNetworks, Shard, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
 from trtree.build.lowering.tensorrt.paged import PagedSizes
 from trtree.build.lowering.weights import WeightPlan, plan_weights
@@ -31,6 +33,8 @@ from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, Sou
 
 log = logging.getLogger(__name__)
 
+# A drafter's layers are Qwen3's.
+_DRAFTER_BIASED = models.FAMILIES["Qwen3ForCausalLM"].biased
 # What a checkpoint may bring beside weights that generation needs.
 _TOKENIZER_FILES = (text_files.TOKENIZER_FILE, text_files.TOKENIZER_CONFIG, "chat_template.jinja")
 
@@ -62,7 +66,11 @@ class EngineDescription:
         """Weights of an owner's networks on one rank."""
         if self.options.on_tensorrt:
             return tensorrt.rank_bytes(self.options, self.networks, owner)
-        return LOWERINGS[self.options.backend].stored_bytes(self.weights, owner)
+        return LOWERINGS[self.options.backend].stored_bytes(self.rank(0).weights, owner)
+
+    def rank(self, rank: int) -> RankNetworks:
+        """What one rank runs and stores; not of a TensorRT engine."""
+        return shard_networks(self.networks, self.weights, Shard(rank, self.options.tp))
 
     @property
     def engine_sizes(self) -> tensorrt.Sizes:
@@ -158,7 +166,7 @@ def describe_source(
         networks |= {"drafter_context": context.network, "drafter_block": block.network}
     if options.on_tensorrt:
         tensorrt.check(options, networks)
-    return EngineDescription(
+    description = EngineDescription(
         options=options,
         source=source,
         target=target,
@@ -169,6 +177,10 @@ def describe_source(
         top_k=top_k,
         max_seq_len=_max_seq_len(options, target.max_position_embeddings),
     )
+    if not options.on_tensorrt:
+        for rank in range(options.tp):
+            description.rank(rank)  # refuses what does not divide
+    return description
 
 
 def write(
@@ -216,13 +228,12 @@ def _write_weights(
             progress,
         )
         return {"sm": list(options.sm), "tensorrt": built}
-    LOWERINGS[options.backend].write_files(
-        out,
-        description.networks,
-        description.weights,
-        {owner: source.checkpoint(owner) for owner in description.owners()},
-        progress,
-    )
+    checkpoints = {owner: source.checkpoint(owner) for owner in description.owners()}
+    for index in range(options.tp):
+        rank = description.rank(index)
+        LOWERINGS[options.backend].write_files(
+            out, rank.networks, rank.weights, rank.readers(checkpoints), progress, rank.shard
+        )
     return {}
 
 
@@ -271,19 +282,29 @@ def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Ch
         if weight.owner == owner
         for module in weight.modules
     }
-    # A tied head that a checkpoint stores all the same is the embedding again.
-    tied = owner == "target" and description.target.tie_word_embeddings
-    checkpoint.check_coverage(modules, ["lm_head.weight"] if tied else [])
+    ignored: list[str] = []
+    if owner == "target":
+        ignored += models.family_of(checkpoint.config).left_out(description.target)
+        for pattern in ignored:
+            if count := sum(map(bool, map(matcher([pattern]).fullmatch, checkpoint.names()))):
+                log.info("%s: %d tensors are left out", pattern, count)
+        if description.target.tie_word_embeddings:
+            # A tied head that a checkpoint stores all the same is the embedding again.
+            ignored.append("lm_head.weight")
+    checkpoint.check_coverage(modules, ignored)
 
 
 def _check_biases(description: EngineDescription, owner: Owner) -> None:
-    """``attention_bias`` says whether q, k, v and o have biases; no other linear has one."""
-    stated = bool(description.source.config(owner).get("attention_bias"))
+    """``attention_bias`` says whether attention's linears have biases (which of them, the
+    family says); no other linear has one."""
+    config = description.source.config(owner)
+    stated = bool(config.get("attention_bias"))
+    biased = models.family_of(config).biased if owner == "target" else _DRAFTER_BIASED
     for weight in description.weights.stored.values():
         if weight.owner != owner or len(weight.shape) == 1:
             continue
         for module in weight.modules:
-            expected = stated and ".self_attn." in module
+            expected = stated and ".self_attn." in module and module.endswith(biased)
             if weight.has_bias != expected:
                 found = "is there" if weight.has_bias else "is missing"
                 raise CheckpointError(

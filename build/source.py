@@ -9,7 +9,7 @@ from trtree.build.checkpoint import Checkpoint, CheckpointError, QuantizationCon
 from trtree.build.checkpoint.quantization import read_json, read_quantization
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import WeightInfo, WeightSource
-from trtree.build.network.network import Activations, Owner
+from trtree.build.network.network import Activations, Owner, tensor_name
 
 
 class BuildSource(WeightSource, Protocol):
@@ -54,7 +54,7 @@ class CheckpointSource:
             CheckpointError: the module has no weight, or an inconsistent one.
         """
         checkpoint = self.checkpoint(owner)
-        info = checkpoint.info(f"{module}.weight")
+        info = checkpoint.info(tensor_name(module))
         if len(info.shape) == 1:
             return WeightInfo("dense", tuple(info.shape), _name(info.dtype))
         linear = checkpoint.linear_info(module)

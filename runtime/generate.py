@@ -18,6 +18,7 @@ from trtree.build.engine_dir import EngineDirError
 from trtree.runtime.chat_template import ChatTemplate, ChatTemplateError
 from trtree.runtime.cli import INT32_MAX, integer, run_command, threads
 from trtree.runtime.executor import FinishReason, Request, RequestStatistics, SpeculativeConfig
+from trtree.runtime.sampling_flags import add_sampling_flags, sampling_config
 from trtree.runtime.session import Completion, RequestError, Session
 
 BUDGETS = (8, 16, 32, 64)
@@ -202,6 +203,7 @@ def _request(
         session.tokenizer.encode(prompt),
         max_tokens=args.max_tokens,
         stop_token_ids=[] if args.ignore_eos else session.stop_token_ids,
+        sampling=sampling_config(args),
         speculative=speculative,
     )
 
@@ -329,6 +331,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --compare: an engine to measure plain decoding against, such as the "
         "reference engine",
     )
+    add_sampling_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 

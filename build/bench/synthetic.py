@@ -12,7 +12,7 @@ from trtree.build.checkpoint.quantization import QuantizationConfig, read_json, 
 from trtree.build.checkpoint.write import DEFAULT_INPUT_SCALE, write_checkpoint
 from trtree.build.models import family_of
 from trtree.build.network.graph import Graph, WeightInfo
-from trtree.build.network.network import Owner, Weight
+from trtree.build.network.network import Owner, Weight, tensor_name
 from trtree.plugins.nvfp4_linear.format import BLOCK
 
 SHARD_BYTES = 2 << 30
@@ -70,10 +70,11 @@ def _tensors(
 def _module(
     module: str, size: int, weight: Weight, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    shape = (size, *weight.shape[1:])
-    if len(shape) == 1:
-        yield f"{module}.weight", torch.ones(shape, dtype=torch.bfloat16)
-    elif weight.kind == "dense":
+    if len(weight.shape) == 1:
+        yield tensor_name(module), torch.ones(size, dtype=torch.bfloat16)
+        return
+    shape = (size, weight.shape[-1])
+    if weight.kind == "dense":
         yield f"{module}.weight", _normal(shape, generator)
     else:
         rows, k = shape

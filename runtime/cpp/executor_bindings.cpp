@@ -3,6 +3,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+#include <stdexcept>
+#include <type_traits>
+
 #include "runtime/cpp/executor.hpp"
 
 namespace nb = nanobind;
@@ -69,6 +73,16 @@ void bind_statistics(nb::module_& m) {
   nb::class_<S>(m, "ExecutorStatistics",
                 "Counts since the executor began; active and queued requests, free and cached "
                 "pages as of now.")
+      .def("__getstate__", [](const S& self) { return nb::bytes(&self, sizeof(S)); })
+      .def("__setstate__",
+           [](S& self, const nb::bytes& state) {
+             // Ranks of one program send them to each other: the struct's bytes will do.
+             static_assert(std::is_trivially_copyable_v<S>);
+             if (state.size() != sizeof(S))
+               throw std::invalid_argument("not an ExecutorStatistics");
+             new (&self) S{};
+             std::memcpy(&self, state.data(), sizeof(S));
+           })
       .def_ro("target_forwards", &S::target_forwards)
       .def_ro("drafter_forwards", &S::drafter_forwards)
       .def_ro("active_requests", &S::active_requests)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engines import ROOT, build_demo, random_checkpoint, tiny_config
+from random_moe import glm4_moe_config, qwen3_moe_config
 from trtree.build import builder
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.hardware import Hardware
@@ -96,6 +97,29 @@ def test_sizes(build: Build, max_batch_size: int, max_seq_len: int, budget: int)
         tree_budget=budget,
         max_tree_budget=budget,
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "algorithm", "ranks"),
+    [
+        (qwen3_moe_config(decoder_sparse_step=1), "NVFP4", 1),
+        (glm4_moe_config(moe_intermediate_size=64), "NVFP4", 2),
+        (glm4_moe_config(), "W4A16_NVFP4", 1),
+        (qwen3_moe_config(), None, 1),
+    ],
+    ids=["qwen3-w4a4", "glm-w4a4-two-ranks", "glm-w4a16", "qwen3-bf16"],
+)
+def test_experts(tmp_path: Path, config: dict[str, Any], algorithm: str | None, ranks: int) -> None:
+    """Experts as batched products: FP4 weights stay FP4 at run time where activations are."""
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", config, algorithm=algorithm)
+    options = BuildOptions(
+        checkpoint=checkpoint, output=tmp_path / "engine", backend=RTX, max_seq_len=64, tp=ranks
+    )
+    path = builder.write(builder.describe(options))
+    for entry in entries(path).values():
+        assert bool(entry["weight_rewrites"]) == (algorithm == "W4A16_NVFP4")
+        assert entry["attention_kernels"]
+    assert len(entries(path)) == ranks
 
 
 def test_two_ranks(build: Build) -> None:
@@ -260,8 +284,6 @@ def test_plans_of_real_models() -> None:
     two = plan("qwen3_32b_nvfp4", tp=2)
     assert two["KV, 8 requests of 8256 slots"] == "8.06 GiB"
     assert plan("qwen3_32b_nvfp4", kv_tokens=2**20, max_batch_size=32)["left"].startswith("none: ")
-    with pytest.raises(NetworkError, match="'Qwen3MoeForCausalLM' is not supported"):
-        plan("qwen3_235b_a22b_nvfp4")
 
 
 def test_hardware_files(tmp_path: Path) -> None:

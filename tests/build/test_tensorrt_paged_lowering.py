@@ -19,13 +19,15 @@ from network_evaluator import NetworkEvaluator, evaluate_together
 from op_checks import check_op, relative, steps_apart
 from paged_batch import PagedBatch, make_paged_batch, ragged_forced
 from plugin_network import PluginBuilder, plugins
+from random_moe import glm4_moe_config
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
+from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library, load_plugins
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
 from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
-from trtree.build.lowering.tensorrt.weights import Encoding, Shard
+from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.graph import Graph, WeightInfo
 from trtree.build.network.network import NetworkError, Owner
 from trtree.build.network.rope import RopeTable
@@ -166,11 +168,24 @@ def test_a_whole_target(windowed: Pair, kind: str) -> None:
     assert relative(got, want).median() < 1e-3
 
 
+def test_a_whole_target_with_experts(tmp_path: Path) -> None:
+    """Everything but attention is lowered as in native engines, whatever the family."""
+    config = glm4_moe_config(**HEADS_OF_64, moe_intermediate_size=64, attention_bias=False)
+    description = tiny(tmp_path, config)
+    pair = pairs_of(description, tmp_path / "reference")["target"]
+    got, want = whole(pair, "tree", length=100)
+    assert relative(got, want).median() < 1e-2
+
+
 def whole(
-    pair: Pair, kind: str, change: Callable[[dict[str, torch.Tensor]], None] = lambda _: None
+    pair: Pair,
+    kind: str,
+    change: Callable[[dict[str, torch.Tensor]], None] = lambda _: None,
+    *,
+    length: int = 300,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of both; ``change`` spoils the lowered network's inputs."""
-    batch = pair.batch(kind)
+    batch = pair.batch(kind, length=length)
     inputs = batch.ragged_inputs(pair.lowered)
     change(inputs)
     got = pair.evaluator.run(inputs)["output.logits"][0]

@@ -11,9 +11,9 @@ from lowered import describe, evaluators, lower_networks
 from network_evaluator import Collective, NetworkEvaluator, collective_result
 from trtree.build.builder import EngineDescription, manifest_of
 from trtree.build.engine_dir import EngineDir
+from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt import backend
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
-from trtree.build.lowering.tensorrt.weights import Shard
 from trtree.build.options import BuildOptions
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv

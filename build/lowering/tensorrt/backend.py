@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt.compile import BuildMessages, compile_engine
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS, Profile
 from trtree.build.lowering.tensorrt.inspection import inspect_engine
@@ -24,7 +25,7 @@ from trtree.build.lowering.tensorrt.library import (
 )
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
 from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
-from trtree.build.lowering.tensorrt.weights import Encoding, Shard, constant_bytes, stage
+from trtree.build.lowering.tensorrt.weights import Encoding, constant_bytes, stage
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError

@@ -1,9 +1,10 @@
 """A network in the vocabulary -> INetworkDefinition, by one table from op to layers.
 
 The ragged rows become a padded batch: ``[rows, F]`` is ``[B, W, F]``, ``[rows, heads, D]``
-is ``[B, heads, W, D]`` and ``[outputs, F]`` is ``[B, O, F]``. A batch index is a cache
-slot; row w of a request is written at its committed length plus w. With plugin attention
-(paged.py) rows stay ragged, and B is 1.
+is ``[B, heads, W, D]``, ``[rows, slots, F]`` of experts is ``[experts, B * W, F]`` and
+``[outputs, F]`` is ``[B, O, F]``. A batch index is a cache slot; row w of a request is
+written at its committed length plus w. With plugin attention (paged.py) rows stay ragged,
+and B is 1.
 """
 
 from collections.abc import Mapping, Sequence

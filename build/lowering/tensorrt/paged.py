@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trtree.build.lowering.reference import TORCH_DTYPES
+from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt.context import (
     BATCH,
     OUTPUTS,
@@ -22,7 +23,6 @@ from trtree.build.lowering.tensorrt.context import (
     Lowering,
     Profile,
 )
-from trtree.build.lowering.tensorrt.weights import Shard
 from trtree.build.network.network import Network, NetworkError, Op
 from trtree.plugins.tree_attention.tiles import attention_tile
 
