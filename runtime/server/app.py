@@ -176,13 +176,16 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     usages: dict[int, Usage] = {}
     error: ApiError | None = None
-    async for index, chunk in outputs:
-        if chunk.finish is not None:
-            usages[index] = chunk.finish.usage
-            error = error or _failure(chunk.finish)
-        if error is None:
-            for part in answer.parts(index, chunk):
-                yield _event(part)
+    async for batch in outputs.batches():
+        events = []
+        for index, chunk in batch:
+            if chunk.finish is not None:
+                usages[index] = chunk.finish.usage
+                error = error or _failure(chunk.finish)
+            if error is None:
+                events += [_event(part) for part in answer.parts(index, chunk)]
+        if events:
+            yield b"".join(events)
     if error is not None:
         yield _event(error.body())
     elif with_usage:
