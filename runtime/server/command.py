@@ -29,7 +29,6 @@ from trtree.runtime.server.options import (
 from trtree.runtime.server.protocol import Speculative
 from trtree.runtime.service import Chunk, Service, Submission
 from trtree.runtime.session import RequestError
-from trtree.runtime.step_costs import load_costs
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "serve.yaml"
 ERRORS = (http.AddressError, EngineDirError, JobError, RequestError, ServeOptionError)
@@ -68,11 +67,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _executor_config(engine: EngineDir, options: ServeOptions) -> ExecutorConfig:
-    config = executor_config(engine)
+    config = executor_config(engine, options.threads)
     config.max_queue_size = options.max_queue_size
     config.kv_cache_config = KvCacheConfig(enable_block_reuse=options.prefix_cache)
-    costs = load_costs(engine, options.threads)
-    config.cost_model = costs.model() if costs else None
     return config
 
 
