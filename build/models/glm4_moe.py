@@ -46,7 +46,7 @@ class Glm4MoeConfig(Qwen3Config):
         return cls(
             **fields,
             routing=read_routing(
-                experts=read.positive("n_routed_experts"),
+                experts=read.positive(read.present("n_routed_experts", "num_local_experts")),
                 top_k=read.positive("num_experts_per_tok"),
                 scores="sigmoid",
                 normalize=read.flag("norm_topk_prob", True),
