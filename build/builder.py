@@ -11,7 +11,7 @@ from typing import Any
 from trtree.build import models, text_files
 from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config
 from trtree.build.checkpoint.dflash_config import DrafterConfig
-from trtree.build.checkpoint.patterns import matcher
+from trtree.build.checkpoint.patterns import matcher, prediction_layers
 from trtree.build.engine_dir import (
     GENERATION_CONFIG,
     TOKENIZER,
@@ -269,16 +269,14 @@ def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Ch
         if weight.owner == owner
         for module in weight.modules
     }
-    ignored: list[str] = []
-    if owner == "target":
-        ignored += models.family_of(checkpoint.config).left_out(description.target)
-        for pattern in ignored:
-            if count := sum(map(bool, map(matcher([pattern]).fullmatch, checkpoint.names()))):
-                log.info("%s: %d tensors are left out", pattern, count)
-        if description.target.tie_word_embeddings:
-            # A tied head that a checkpoint stores all the same is the embedding again.
-            ignored.append("lm_head.weight")
-    checkpoint.check_coverage(modules, ignored)
+    left_out = prediction_layers(checkpoint.config)
+    for pattern in left_out:
+        expression = matcher([pattern])
+        if count := sum(expression.fullmatch(name) is not None for name in checkpoint.names()):
+            log.info("%s: %d tensors of a prediction layer are left out", pattern, count)
+    # A tied head that a checkpoint stores all the same is the embedding again.
+    tied = owner == "target" and description.target.tie_word_embeddings
+    checkpoint.check_coverage(modules, [*left_out, *(["lm_head.weight"] if tied else [])])
 
 
 def _check_biases(description: EngineDescription, owner: Owner) -> None:

@@ -15,7 +15,7 @@ import torch
 from trtree.build.checkpoint import linear
 from trtree.build.checkpoint.errors import CheckpointError
 from trtree.build.checkpoint.linear import LinearInfo, LinearWeight
-from trtree.build.checkpoint.patterns import matcher
+from trtree.build.checkpoint.patterns import matcher, prediction_layers
 from trtree.build.checkpoint.quantization import QuantizationConfig, read_json, read_quantization
 from trtree.build.checkpoint.shard import TensorInfo, map_tensor, read_header
 
@@ -56,7 +56,9 @@ class Checkpoint:
         config = read_json(directory / "config.json")
         quantization = read_quantization(directory, config)
         tensors = _read_headers(directory)
-        linear.check_quantized_modules(tensors, quantization)
+        left_out = matcher(prediction_layers(config))
+        used = {name: info for name, info in tensors.items() if not left_out.fullmatch(name)}
+        linear.check_quantized_modules(used, quantization)
         return cls(directory, config, quantization, tensors)
 
     def names(self) -> list[str]:
