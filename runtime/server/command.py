@@ -28,9 +28,10 @@ from trtree.runtime.server.options import (
 from trtree.runtime.server.protocol import Speculative
 from trtree.runtime.service import Chunk, Service, Submission
 from trtree.runtime.session import RequestError
+from trtree.runtime.trace import TraceError, TraceWriter
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "serve.yaml"
-ERRORS = (http.AddressError, EngineDirError, RequestError, ServeOptionError)
+ERRORS = (http.AddressError, EngineDirError, RequestError, ServeOptionError, TraceError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,11 +50,14 @@ def _run(args: argparse.Namespace) -> int:
         if not job.is_leader:
             job.work()
             return 0
-        service = Service(job.engine_dir, job.executors)
+        trace = TraceWriter(options.trace, options.engine) if options.trace else None
+        service = Service(job.engine_dir, job.executors, round_log=trace)
         try:
             return _serve(options, service, job.health, sock, api_key)
         finally:
             service.close()
+            if trace is not None:
+                trace.close()
 
 
 def open_job(options: ServeOptions) -> LocalJob:
@@ -62,6 +66,7 @@ def open_job(options: ServeOptions) -> LocalJob:
     def configure(config: ExecutorConfig) -> None:
         config.max_queue_size = options.max_queue_size
         config.kv_cache_config = KvCacheConfig(enable_block_reuse=options.prefix_cache)
+        config.record_rounds = options.trace is not None
 
     job = LocalJob(options.engine, num_threads=options.threads, configure=configure)
     tp = int(job.engine_dir.manifest["mapping"]["tp_size"])
@@ -211,5 +216,11 @@ def _parser() -> argparse.ArgumentParser:
         type=integer(0, 86400),
         metavar="S",
         help=f"how long open requests may go on after SIGTERM (default: {default.drain_seconds})",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a line for each request and round; python -m trtree.runtime.trace shows it",
     )
     return parser
