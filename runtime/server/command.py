@@ -29,9 +29,17 @@ from trtree.runtime.server.options import (
 from trtree.runtime.server.protocol import Speculative
 from trtree.runtime.service import Chunk, Service, Submission
 from trtree.runtime.session import RequestError
+from trtree.runtime.trace import TraceError, TraceWriter
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "serve.yaml"
-ERRORS = (http.AddressError, EngineDirError, JobError, RequestError, ServeOptionError)
+ERRORS = (
+    http.AddressError,
+    EngineDirError,
+    JobError,
+    RequestError,
+    ServeOptionError,
+    TraceError,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,11 +78,13 @@ def _executor_config(engine: EngineDir, options: ServeOptions) -> ExecutorConfig
     config = executor_config(engine, options.threads)
     config.max_queue_size = options.max_queue_size
     config.kv_cache_config = KvCacheConfig(enable_block_reuse=options.prefix_cache)
+    config.record_rounds = options.trace is not None
     return config
 
 
 def _lead(job: Job, options: ServeOptions, sock: socket.socket, api_key: str | None) -> int:
-    service = Service(job.engine_dir, job.executors)
+    trace = TraceWriter(options.trace, options.engine) if options.trace else None
+    service = Service(job.engine_dir, job.executors, round_log=trace)
 
     def health() -> dict[int, str | None]:
         lost = job.health()
@@ -87,6 +97,8 @@ def _lead(job: Job, options: ServeOptions, sock: socket.socket, api_key: str | N
         return _serve(options, service, health, sock, api_key)
     finally:
         service.close()
+        if trace is not None:
+            trace.close()
 
 
 def _serve(
@@ -236,5 +248,11 @@ def _parser() -> argparse.ArgumentParser:
         type=integer(0, 86400),
         metavar="S",
         help=f"how long open requests may go on after SIGTERM (default: {default.drain_seconds})",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a line for each request and round; python -m trtree.runtime.trace shows it",
     )
     return parser
