@@ -3,7 +3,7 @@
 import logging
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from trtree.build import models, text_files
 from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config
 from trtree.build.checkpoint.dflash_config import DrafterConfig
+from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
 from trtree.build.engine_dir import (
     GENERATION_CONFIG,
     TOKENIZER,
@@ -83,19 +84,15 @@ def describe(options: BuildOptions) -> EngineDescription:
         CheckpointError, NetworkError, OptionError: one line that names the file, tensor
             or option at fault.
     """
-    target = Checkpoint.open(options.checkpoint)
-    source = CheckpointSource(target, None, options.activations)
-    drafter = None
-    if options.drafter:
-        source = replace(source, drafter=Checkpoint.open(options.drafter))
-        drafter = dflash_config.read_drafter(source.checkpoint("drafter"))
+    source = CheckpointSource.open(options)
+    drafter = dflash_config.read_drafter(source.drafter) if source.drafter else None
     description = describe_source(options, source, drafter)
     for owner in description.owners():
         _check_coverage(description, owner, source.checkpoint(owner))
         _check_biases(description, owner)
     vocab_size = description.target.vocab_size
     text_files.check_tokenizer(options.checkpoint, vocab_size)
-    text_files.generation_config(options.checkpoint, target.config, vocab_size)
+    text_files.generation_config(options.checkpoint, source.target.config, vocab_size)
     return description
 
 
@@ -104,7 +101,7 @@ def plan(options: BuildOptions) -> EngineDescription:
 
     Raises: as ``describe``.
     """
-    source = ConfigSource.open(options.checkpoint, options.drafter, options.activations)
+    source = ConfigSource.open(options)
     drafter = None
     if options.drafter:
         file = options.drafter / "config.json"
@@ -299,6 +296,9 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
         "pretrained_config": dict(description.source.config("target")),
         "build_config": {
             "activations": description.activations,
+            "quantization": {
+                owner: _quantization(description.source, owner) for owner in description.owners()
+            },
             "dtype": description.networks["target"].dtype,
             "page_size": options.page_size,
             "num_pages": options.num_pages,
@@ -309,6 +309,14 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
         "mapping": {"world_size": options.tp, "tp_size": options.tp},
         "speculative_config": _speculative_config(description),
     }
+
+
+def _quantization(source: BuildSource, owner: Owner) -> dict[str, Any] | None:
+    found = source.quantization(owner)
+    if found is None:
+        return None
+    by = "builder" if found is BY_BUILDER else "checkpoint"
+    return {"algorithm": found.algorithm, "by": by, "kv_cache": found.kv_cache}
 
 
 def _speculative_config(description: EngineDescription) -> dict[str, Any] | None:

@@ -5,17 +5,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from trtree.build.checkpoint import Checkpoint, CheckpointError, QuantizationConfig
+from trtree.build.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    QuantizationConfig,
+    QuantizedCheckpoint,
+)
 from trtree.build.checkpoint.quantization import read_json, read_quantization
+from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
+from trtree.build.checkpoint.quantized import check_plain
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import WeightInfo, WeightSource
 from trtree.build.network.network import Activations, Owner
+from trtree.build.options import BuildOptions
 
 
 class BuildSource(WeightSource, Protocol):
     """A weight source that also knows the configurations."""
 
     def config(self, owner: Owner) -> Mapping[str, Any]: ...
+    def quantization(self, owner: Owner) -> QuantizationConfig | None: ...
 
 
 @runtime_checkable
@@ -36,6 +45,23 @@ class CheckpointSource:
     drafter: Checkpoint | None = None
     activations: Activations | None = None
 
+    @classmethod
+    def open(cls, options: BuildOptions) -> "CheckpointSource":
+        """Open the checkpoints; those that the build is to quantize read as quantized.
+
+        Raises:
+            CheckpointError: as ``Checkpoint.open``; one to be quantized already is.
+        """
+        target = Checkpoint.open(options.checkpoint)
+        drafter = Checkpoint.open(options.drafter) if options.drafter else None
+        if options.quantize:
+            target = QuantizedCheckpoint(target)
+        if drafter and options.quantize_drafter:
+            # Its context pass fuses the keys and values of all layers, its block pass
+            # those of one: they have to be the same numbers.
+            drafter = QuantizedCheckpoint(drafter, one_scale=True)
+        return cls(target, drafter, options.activations)
+
     def checkpoint(self, owner: Owner) -> Checkpoint:
         """The checkpoint that ``owner`` names."""
         if owner == "target":
@@ -46,6 +72,9 @@ class CheckpointSource:
 
     def config(self, owner: Owner) -> Mapping[str, Any]:
         return self.checkpoint(owner).config
+
+    def quantization(self, owner: Owner) -> QuantizationConfig | None:
+        return self.checkpoint(owner).quantization
 
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         """From headers only.
@@ -78,25 +107,32 @@ class ConfigSource:
     activations: Activations | None = None
 
     @classmethod
-    def open(
-        cls, target: Path, drafter: Path | None, activations: Activations | None
-    ) -> "ConfigSource":
+    def open(cls, options: BuildOptions) -> "ConfigSource":
         """Read config.json (and hf_quant_config.json, if there) of both directories.
 
         Raises:
-            CheckpointError: a file is missing or invalid.
+            CheckpointError: a file is missing or invalid, or a checkpoint to be quantized
+                already is.
         """
-        directories: dict[Owner, Path] = {"target": target}
-        if drafter is not None:
-            directories["drafter"] = drafter
+        directories: dict[Owner, Path] = {"target": options.checkpoint}
+        if options.drafter is not None:
+            directories["drafter"] = options.drafter
         configs = {owner: read_json(path / "config.json") for owner, path in directories.items()}
         quantizations = {
             owner: read_quantization(path, configs[owner]) for owner, path in directories.items()
         }
-        return cls(configs, quantizations, activations)
+        asked = {"target": options.quantize, "drafter": options.quantize_drafter}
+        for owner, path in directories.items():
+            if asked[owner]:
+                check_plain(path, quantizations[owner])
+                quantizations[owner] = BY_BUILDER
+        return cls(configs, quantizations, options.activations)
 
     def config(self, owner: Owner) -> Mapping[str, Any]:
         return self.configs[owner]
+
+    def quantization(self, owner: Owner) -> QuantizationConfig | None:
+        return self.quantizations[owner]
 
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         quantization = self.quantizations[owner]

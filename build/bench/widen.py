@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trtree.build.checkpoint import Checkpoint, LinearWeight
+from trtree.build.checkpoint import Checkpoint, LinearWeight, QuantizationConfig
 from trtree.build.network.graph import WeightInfo
 from trtree.build.network.network import Owner
 from trtree.build.options import OptionError
@@ -226,6 +226,9 @@ class WidenedSource:
 
     def config(self, owner: Owner) -> Mapping[str, Any]:
         return self._wide[owner].config
+
+    def quantization(self, owner: Owner) -> QuantizationConfig | None:
+        return self._source.quantization(owner)
 
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         return self._wide[owner].describe(module, self._source, owner)

@@ -8,6 +8,7 @@ from trtree.build.checkpoint.dflash_config import DrafterConfig, read_drafter
 from trtree.build.checkpoint.errors import CheckpointError
 from trtree.build.checkpoint.linear import LinearInfo, LinearWeight
 from trtree.build.checkpoint.quantization import QuantizationConfig
+from trtree.build.checkpoint.quantized import QuantizedCheckpoint
 from trtree.build.checkpoint.reader import Checkpoint
 from trtree.build.checkpoint.shard import TensorInfo
 
@@ -18,6 +19,7 @@ __all__ = [
     "LinearInfo",
     "LinearWeight",
     "QuantizationConfig",
+    "QuantizedCheckpoint",
     "TensorInfo",
     "read_drafter",
 ]

@@ -248,14 +248,9 @@ def load(checkpoint: Tensors, modules: Sequence[str]) -> LinearWeight:
         CheckpointError: the modules cannot be fused, or a value is not finite or, for
             a scale, not positive.
     """
-    if not modules:
-        raise ValueError("no modules to load")
-    _check_fusable(checkpoint, modules)
+    check_fusable(checkpoint, modules)
     kind = checkpoint.linear_info(modules[0]).kind
-    biases = [
-        checkpoint.tensor(f"{module}.bias") for module in modules if f"{module}.bias" in checkpoint
-    ]
-    bias = _concatenate(biases) if biases else None
+    bias = load_bias(checkpoint, modules)
     if kind == "dense":
         weights = [checkpoint.tensor(f"{module}.weight") for module in modules]
         return LinearWeight(kind, _concatenate(weights), None, bias)
@@ -267,7 +262,21 @@ def load(checkpoint: Tensors, modules: Sequence[str]) -> LinearWeight:
     return LinearWeight(kind, _fuse(modules, parts), input_scale, bias)
 
 
-def _check_fusable(checkpoint: Tensors, modules: Sequence[str]) -> None:
+def load_bias(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | None:
+    """The biases of fusable modules, concatenated; None if they have none."""
+    names = [f"{module}.bias" for module in modules]
+    biases = [checkpoint.tensor(name) for name in names if name in checkpoint]
+    return _concatenate(biases) if biases else None
+
+
+def check_fusable(checkpoint: Tensors, modules: Sequence[str]) -> None:
+    """Whether the modules can be one linear.
+
+    Raises:
+        CheckpointError: naming two that differ, and in what.
+    """
+    if not modules:
+        raise ValueError("no modules to load")
     first = checkpoint.linear_info(modules[0])
     for module in modules[1:]:
         info = checkpoint.linear_info(module)
