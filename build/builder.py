@@ -11,7 +11,6 @@ from typing import Any
 from trtree.build import models, text_files
 from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config
 from trtree.build.checkpoint.dflash_config import DrafterConfig
-from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
 from trtree.build.engine_dir import (
     GENERATION_CONFIG,
     TOKENIZER,
@@ -27,6 +26,7 @@ from trtree.build.models.qwen3 import Qwen3Config
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError
+from trtree.build.quantization_record import quantization_record, warn_of_differences
 from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, SourceWithWeights
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,15 @@ class EngineDescription:
         """What NVFP4 linears round their inputs to; "none" if there are none."""
         found = {w.activations for w in self.weights.stored.values() if w.activations}
         return "+".join(sorted(found)) or "none"
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """By owner, how its checkpoint is quantized; see ``quantization_record``."""
+        dtype = self.networks["target"].dtype
+        stored = self.weights.stored.values()
+        return {
+            owner: quantization_record(self.source, owner, stored, dtype) for owner in self.owners()
+        }
 
     def owners(self) -> list[Owner]:
         return ["target", "drafter"] if self.drafter else ["target"]
@@ -169,6 +178,8 @@ def write(
         progress: told the weight bytes written since it was last called.
     """
     options, source = description.options, description.source
+    for owner, record in description.quantization.items():
+        warn_of_differences(record, owner)
     if not isinstance(source, SourceWithWeights):
         raise TypeError("a description made by plan() has no weights to write")
     with writing(options.output, force=force) as out:
@@ -296,9 +307,7 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
         "pretrained_config": dict(description.source.config("target")),
         "build_config": {
             "activations": description.activations,
-            "quantization": {
-                owner: _quantization(description.source, owner) for owner in description.owners()
-            },
+            "quantization": description.quantization,
             "dtype": description.networks["target"].dtype,
             "page_size": options.page_size,
             "num_pages": options.num_pages,
@@ -309,14 +318,6 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
         "mapping": {"world_size": options.tp, "tp_size": options.tp},
         "speculative_config": _speculative_config(description),
     }
-
-
-def _quantization(source: BuildSource, owner: Owner) -> dict[str, Any] | None:
-    found = source.quantization(owner)
-    if found is None:
-        return None
-    by = "builder" if found is BY_BUILDER else "checkpoint"
-    return {"algorithm": found.algorithm, "by": by, "kv_cache": found.kv_cache}
 
 
 def _speculative_config(description: EngineDescription) -> dict[str, Any] | None:

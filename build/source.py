@@ -11,9 +11,11 @@ from trtree.build.checkpoint import (
     QuantizationConfig,
     QuantizedCheckpoint,
 )
-from trtree.build.checkpoint.quantization import read_json, read_quantization
+from trtree.build.checkpoint.json_file import read_json
+from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
 from trtree.build.checkpoint.quantized import check_plain
+from trtree.build.checkpoint.scheme import ALGORITHMS
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import WeightInfo, WeightSource
 from trtree.build.network.network import Activations, Owner
@@ -83,7 +85,7 @@ class CheckpointSource:
             CheckpointError: the module has no weight, or an inconsistent one.
         """
         checkpoint = self.checkpoint(owner)
-        info = checkpoint.info(f"{module}.weight")
+        info = checkpoint.weight_info(module)
         if len(info.shape) == 1:
             return WeightInfo("dense", tuple(info.shape), _name(info.dtype))
         linear = checkpoint.linear_info(module)
@@ -91,7 +93,8 @@ class CheckpointSource:
         if linear.kind == "dense" or checkpoint.quantization is None:
             return WeightInfo("dense", shape, _name(linear.dtype), linear.has_bias)
         activations = _activations(self.activations, checkpoint.quantization, module)
-        return WeightInfo("nvfp4", shape, "nvfp4", linear.has_bias, activations)
+        scaled = linear.has_pre_quant_scale
+        return WeightInfo("nvfp4", shape, "nvfp4", linear.has_bias, activations, scaled)
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,11 @@ class ConfigSource:
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         quantization = self.quantizations[owner]
         plain = len(implied) == 1 or module.endswith(("embed_tokens", "lm_head"))
-        if plain or quantization is None or quantization.is_excluded(module):
+        algorithm = None if plain or quantization is None else quantization.algorithm_of(module)
+        if quantization is None or algorithm is None:
             return WeightInfo("dense", implied, "bfloat16")
+        if ALGORITHMS[algorithm].weights == "fp8":
+            return WeightInfo("dense", implied, "float32")
         activations = _activations(self.activations, quantization, module)
         return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
 
@@ -147,13 +153,14 @@ def _activations(
     asked: Activations | None, quantization: QuantizationConfig, module: str
 ) -> Activations:
     """What is asked for, as far as the checkpoint has what it needs; else the checkpoint's."""
-    if asked == "nvfp4" and quantization.activations != "nvfp4":
+    own = quantization.activations_of(module)
+    assert own is not None  # the caller asks of NVFP4 linears only
+    if asked == "nvfp4" and own != "nvfp4":
         raise CheckpointError(
-            f"activations nvfp4: the checkpoint is {quantization.algorithm}, so {module} has no "
-            f"input_scale; use --activations {quantization.activations}, or a checkpoint that is "
-            "NVFP4"
+            f"activations nvfp4: {module} is {quantization.algorithm_of(module)}, so it has no "
+            f"input_scale; use --activations {own}, or a checkpoint that is NVFP4"
         )
-    return asked or quantization.activations
+    return asked or own
 
 
 def _name(dtype: object) -> str:

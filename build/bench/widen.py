@@ -143,6 +143,8 @@ class WidenedCheckpoint:
 
     def describe(self, module: str, source: CheckpointSource, owner: Owner) -> WeightInfo:
         small = source.describe(self._original(module), owner, ())
+        if small.pre_quant_scale:
+            raise OptionError(f"cannot widen: {module} scales its input (NVFP4_AWQ)")
         if len(small.shape) == 1:
             return replace(small, shape=self._vector_shape(module, small.shape[0]))
         groups, _, large = self._widening.in_groups(module, small.shape[1])

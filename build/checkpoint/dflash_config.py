@@ -285,7 +285,7 @@ def _check_tensors(checkpoint: Checkpoint, drafter: DrafterConfig) -> None:
     """11 tensors per layer and 3 more, each of the shape the configuration implies."""
     fields = _Fields(drafter.transformer, checkpoint.directory / "config.json")
     shapes = _shapes(fields, len(drafter.target_layer_ids))
-    missing = [f"{module}.weight" for module in shapes if f"{module}.weight" not in checkpoint]
+    missing = [f"{module}.weight" for module in shapes if not checkpoint.has_weight(module)]
     if missing:
         raise CheckpointError(
             f"{checkpoint.directory}: the drafter lacks {len(missing)} of {len(shapes)} tensors: "
@@ -293,13 +293,14 @@ def _check_tensors(checkpoint: Checkpoint, drafter: DrafterConfig) -> None:
         )
     for module, shape in shapes.items():
         name = f"{module}.weight"
-        actual = checkpoint.info(name).shape
+        stored = checkpoint.weight_info(module)
+        actual = stored.shape
         if len(shape) == 2:
             info = checkpoint.linear_info(module)
             actual = (info.out_features, info.in_features)
         if actual != shape:
             raise CheckpointError(
-                f"{checkpoint.info(name).file}: tensor {name} has shape {list(actual)}, "
+                f"{stored.file}: tensor {name} has shape {list(actual)}, "
                 f"config.json implies {list(shape)}"
             )
     checkpoint.check_coverage(shapes)

@@ -13,9 +13,10 @@ import torch
 
 from trtree.build.checkpoint import linear
 from trtree.build.checkpoint.errors import CheckpointError
-from trtree.build.checkpoint.linear import LinearInfo, LinearWeight
-from trtree.build.checkpoint.quantization import QuantizationConfig
+from trtree.build.checkpoint.headers import LinearInfo
+from trtree.build.checkpoint.linear import LinearWeight
 from trtree.build.checkpoint.reader import Checkpoint
+from trtree.build.checkpoint.scheme import QuantizationConfig
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 # What ModelOpt leaves alone too: embeddings, heads, and the small linears that choose
@@ -66,7 +67,7 @@ class QuantizedCheckpoint(Checkpoint):
                 f"{self.directory}: cannot quantize {module} to NVFP4: its in_features "
                 f"{info.in_features} are no multiple of {nvfp4.BLOCK}"
             )
-        return replace(info, kind="nvfp4", dtype=torch.uint8)
+        return replace(info, kind="nvfp4", dtype=torch.uint8, algorithm=CONFIG.algorithm)
 
     def linear(self, modules: Sequence[str]) -> LinearWeight:
         """As ``Checkpoint.linear``; modules that are fused share one global scale."""

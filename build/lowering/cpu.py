@@ -102,7 +102,7 @@ def _write_weight(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> d
         "bias_offset": -1,
     }
     if len(weight.shape) == 1:
-        values = checkpoint.tensor(f"{weight.modules[0]}.weight").float()
+        values = checkpoint.tensor(f"{weight.modules[0]}.{weight.part}").float()
         return entry | {"kind": "vector"} | _append(file, values.numpy())
     linear = checkpoint.linear(weight.modules)
     if isinstance(linear.weight, QuantizedTensor):

@@ -111,12 +111,13 @@ def _specs(weight: Weight) -> dict[str, TensorSpec]:
 def read_weight(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
     """What is stored of one weight, by the name it is stored under."""
     if len(weight.shape) == 1:
-        return {f"{weight.name}.weight": checkpoint.tensor(f"{weight.modules[0]}.weight")}
+        tensor = checkpoint.tensor(f"{weight.modules[0]}.{weight.part}")
+        return {f"{weight.name}.weight": tensor.to(getattr(torch, weight.dtype))}
     linear = checkpoint.linear(weight.modules)
     parts: dict[str, torch.Tensor] = {}
     if isinstance(linear.weight, QuantizedTensor):
         parts["codes"], parts["block_scale"], parts["global_scale"] = linear.weight
-        parts["global_scale"] = parts["global_scale"].reshape(())
+        parts["global_scale"] = parts["global_scale"].reshape(()).float()
         if weight.activations == "nvfp4":
             if linear.input_scale is None:
                 raise NetworkError(f"{weight.modules[0]}: NVFP4 activations need an input_scale")

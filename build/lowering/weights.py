@@ -49,7 +49,7 @@ def plan_weights(networks: Iterable[Network]) -> WeightPlan:
 def _place(weight: Weight, stored: dict[str, Weight]) -> View:
     count = len(weight.modules)
     for outer in stored.values():
-        if outer.owner != weight.owner:
+        if (outer.owner, outer.part) != (weight.owner, weight.part):
             continue
         for at in range(len(outer.modules) - count + 1):
             if outer.modules[at : at + count] == weight.modules:

@@ -38,6 +38,7 @@ OP_KINDS = frozenset(
         "reshape",
         "rms_norm",
         "rotary_embedding",
+        "scale",
         "silu_mul",
         "split",
         "top_k_log_probs",
@@ -63,10 +64,11 @@ class WeightInfo:
     dtype: str
     has_bias: bool = False
     activations: Activations | None = None  # None for dense weights
+    pre_quant_scale: bool = False  # the input is multiplied by the module's own vector first
 
     def fuses_with(self, other: "WeightInfo") -> bool:
         """Whether both can be rows of one weight."""
-        return replace(self, shape=other.shape) == other
+        return replace(self, shape=other.shape) == other and not self.pre_quant_scale
 
 
 class WeightSource(Protocol):
@@ -334,10 +336,42 @@ class Graph:
         parallel: Parallel | None,
     ) -> Tensor:
         in_features = _static(x.shape[-1], f"{name}: in_features")
+        infos = self._infos(modules, sizes, in_features, owner or self._owner)
+        if infos[0].pre_quant_scale:
+            x = self._scale(modules[0], x, in_features, owner, parallel)
         weight = self._weight(modules, sizes, in_features, owner)
         shape = (*x.shape[:-1], sum(sizes))
         attrs = {"parallel": parallel} if parallel else {}
         return self._op("linear", name, [x], [shape], weights=[weight], attrs=attrs)[0]
+
+    def _scale(
+        self,
+        module: str,
+        x: Tensor,
+        features: int,
+        owner: Owner | None,
+        parallel: Parallel | None,
+    ) -> Tensor:
+        """x * the module's pre_quant_scale [features]; ranks that share x share the vector."""
+        part = "pre_quant_scale"
+        path, owner = self._path(module), owner or self._owner
+        weight = Weight(
+            name=f"{owner}:{path}.{part}",
+            modules=(path,),
+            kind="dense",
+            shape=(features,),
+            out_sizes=(features,),
+            dtype="float32",
+            has_bias=False,
+            activations=None,
+            owner=owner,
+            part=part,
+        )
+        self.network.weights.setdefault(weight.name, weight)
+        attrs = {"parallel": "column"} if parallel == "row" else {}
+        return self._op("scale", f"{module}.{part}", [x], [x.shape], weights=[weight], attrs=attrs)[
+            0
+        ]
 
     def _reshape(self, name: str, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
         return self._op("reshape", name, [x], [shape], dtypes=[x.dtype])[0]

@@ -50,6 +50,7 @@ class Weight:
     has_bias: bool
     activations: Activations | None
     owner: Owner
+    part: str = "weight"  # the module's tensor, where it is a vector
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ void bind_plan(nb::module_& m) {
       .value("linear", OpKind::kLinear)
       .value("rms_norm", OpKind::kRmsNorm)
       .value("rotary_embedding", OpKind::kRotaryEmbedding)
+      .value("scale", OpKind::kScale)
       .value("silu_mul", OpKind::kSiluMul)
       .value("top_k_log_probs", OpKind::kTopKLogProbs)
       .value("tree_attention", OpKind::kTreeAttention);

@@ -21,6 +21,7 @@ enum class OpKind {
   kLinear,
   kRmsNorm,
   kRotaryEmbedding,
+  kScale,
   kSiluMul,
   kTopKLogProbs,
   kTreeAttention,
