@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from engines import random_checkpoint, tiny_config
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint
-from trtree.build.checkpoint.quantization import SIDECAR
 from trtree.build.engine_dir import EngineDir
 from trtree.build.options import BuildOptions
 from trtree.plugins.nvfp4_linear import format as nvfp4
@@ -131,18 +130,7 @@ def test_a_mixed_checkpoint_says_what_became_of_it(
 
 @pytest.fixture
 def awq(tmp_path: Path) -> Path:
-    """An NVFP4_AWQ checkpoint whose o_proj and down_proj scale their inputs."""
-    path = random_checkpoint(tmp_path / "awq", tiny_config(), algorithm="NVFP4")
-    tensors = load_file(path / "model.safetensors")
-    for name in [n for n in tensors if n.endswith(("o_proj.weight", "down_proj.weight"))]:
-        vector = 0.5 + torch.rand(2 * tensors[name].shape[1])
-        tensors[name.replace(".weight", ".pre_quant_scale")] = vector.bfloat16()
-    save_file(tensors, path / "model.safetensors")
-    for file, section in (("config.json", "quantization_config"), (SIDECAR, "quantization")):
-        data = json.loads((path / file).read_text())
-        data[section]["quant_algo"] = "NVFP4_AWQ"
-        (path / file).write_text(json.dumps(data))
-    return path
+    return random_checkpoint(tmp_path / "awq", tiny_config(), algorithm="NVFP4_AWQ")
 
 
 def test_awq_inputs_are_scaled_first(awq: Path, tmp_path: Path) -> None:

@@ -65,10 +65,19 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 def random_checkpoint(
     directory: Path, config: dict[str, Any], *, algorithm: str | None = None
 ) -> Path:
-    """A bf16 checkpoint of random weights, quantized by ``algorithm`` if one is given."""
+    """A bf16 checkpoint of random weights, quantized by ``algorithm`` if one is given.
+
+    With NVFP4_AWQ, o_proj and down_proj scale their inputs.
+    """
     tensors = random_target(config, dtype=torch.bfloat16)
     if algorithm is None:
         return write_target(directory, tensors, config)
-    quantized = dict(quantize_state_dict(tensors.items(), algorithm=algorithm))
+    awq = algorithm == "NVFP4_AWQ"
+    plain = "NVFP4" if awq else algorithm
+    quantized = dict(quantize_state_dict(tensors.items(), algorithm=plain))
+    for name in [n for n in quantized if awq and n.endswith(("o_proj.weight", "down_proj.weight"))]:
+        generator = torch.Generator().manual_seed(len(name))
+        vector = 0.5 + torch.rand(2 * quantized[name].shape[1], generator=generator)
+        quantized[name.replace(".weight", ".pre_quant_scale")] = vector.bfloat16()
     quantization = QuantizationConfig(algorithm, DEFAULT_EXCLUDE)
     return write_target(directory, quantized, config, quantization)
