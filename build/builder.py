@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtree.build import models, text_files
-from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config
+from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config, speculators
 from trtree.build.checkpoint.dflash_config import DrafterConfig
 from trtree.build.engine_dir import (
     GENERATION_CONFIG,
@@ -94,7 +94,10 @@ def describe(options: BuildOptions) -> EngineDescription:
             or option at fault.
     """
     source = CheckpointSource.open(options)
-    drafter = dflash_config.read_drafter(source.drafter) if source.drafter else None
+    drafter = None
+    if source.drafter:
+        drafter = dflash_config.read_drafter(source.drafter)
+        speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
     for owner in description.owners():
         _check_coverage(description, owner, source.checkpoint(owner))
@@ -267,8 +270,11 @@ def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Ch
         for module in weight.modules
     }
     # A tied head that a checkpoint stores all the same is the embedding again.
-    tied = owner == "target" and description.target.tie_word_embeddings
-    checkpoint.check_coverage(modules, ["lm_head.weight"] if tied else [])
+    if owner == "drafter":
+        ignored = speculators.ignored_tensors(checkpoint)
+    else:
+        ignored = ["lm_head.weight"] if description.target.tie_word_embeddings else []
+    checkpoint.check_coverage(modules, ignored)
 
 
 def _check_biases(description: EngineDescription, owner: Owner) -> None:
