@@ -79,7 +79,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.compare is not None:
         return _compare(session, args)
     mode = args.mode or _default_mode(session, args)
-    speculative = session.speculative_config(mode, args.tree_budget, args.tree)
+    speculative = session.speculative_config(
+        mode, args.tree_budget, args.tree, policy=args.policy, chain_seed=args.chain_seed
+    )
     request = _request(session, args.prompt, args, speculative)
     completion = session.stream(request, _discard if args.json else _print_text)
     if args.json:
@@ -295,6 +297,18 @@ def _parser() -> argparse.ArgumentParser:
         "--tree",
         choices=("dynamic", "static"),
         help="rebuild the tree every round, or use the engine's static one (default: the engine's)",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=("fixed", "load", "adaptive"),
+        default="fixed",
+        help="how many of the budget's nodes a round has: all, what the load leaves room for, "
+        "or what is worth its cost (see trtree.runtime.calibrate) (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chain-seed",
+        action="store_true",
+        help="begin each tree with the drafter's first candidates of every depth",
     )
     parser.add_argument(
         "--max-tokens",

@@ -8,7 +8,9 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from trtree.build.checkpoint.quantization import QuantizationConfig, read_json, read_quantization
+from trtree.build.checkpoint.json_file import read_json
+from trtree.build.checkpoint.quantization import read_quantization
+from trtree.build.checkpoint.scheme import QuantizationConfig
 from trtree.build.checkpoint.write import DEFAULT_INPUT_SCALE, write_checkpoint
 from trtree.build.models import family_of
 from trtree.build.network.graph import Graph, WeightInfo
@@ -50,9 +52,11 @@ class _Shapes:
 
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         plain = len(implied) == 1 or module.endswith(("embed_tokens", "lm_head"))
-        if plain or self._quantization is None or self._quantization.is_excluded(module):
+        quantization = self._quantization
+        activations = quantization.activations_of(module) if quantization else None
+        if plain or activations is None:
             return WeightInfo("dense", implied, "bfloat16")
-        return WeightInfo("nvfp4", implied, "nvfp4", False, self._quantization.activations)
+        return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
 
 
 def _tensors(

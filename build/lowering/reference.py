@@ -180,6 +180,10 @@ def _tree_attention(net: ReferenceNetwork, op: Op, x: Operands, step: StepContex
     ]
 
 
+def _scale(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [net.round(x[0].double() * net.dense(op).double())]
+
+
 def _silu_mul(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
     gate, up = x[0].double(), x[1].double()
     return [net.round(gate * torch.sigmoid(gate) * up)]
@@ -244,6 +248,7 @@ _OPS: dict[str, OpFunction] = {
     "rms_norm": _rms_norm,
     "rotary_embedding": _rotary_embedding,
     "route": _route,
+    "scale": _scale,
     "silu_mul": _silu_mul,
     "split": _split,
     "top_k_log_probs": _top_k_log_probs,

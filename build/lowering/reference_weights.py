@@ -120,7 +120,8 @@ def _specs(weight: Weight) -> dict[str, TensorSpec]:
 def read_weight(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
     """What is stored of one weight, by the name it is stored under."""
     if len(weight.shape) == 1:
-        return {f"{weight.name}.weight": checkpoint.tensor(tensor_name(weight.modules[0]))}
+        tensor = checkpoint.tensor(tensor_name(weight.modules[0]))
+        return {f"{weight.name}.weight": tensor.to(getattr(torch, weight.dtype))}
     if not weight.experts:
         parts = _read_linear(weight, weight.modules, checkpoint)
     else:
@@ -141,7 +142,7 @@ def _read_linear(
     parts: dict[str, torch.Tensor] = {}
     if isinstance(linear.weight, QuantizedTensor):
         parts["codes"], parts["block_scale"], parts["global_scale"] = linear.weight
-        parts["global_scale"] = parts["global_scale"].reshape(())
+        parts["global_scale"] = parts["global_scale"].reshape(()).float()
         if weight.activations == "nvfp4":
             if linear.input_scale is None:
                 raise NetworkError(f"{modules[0]}: NVFP4 activations need an input_scale")

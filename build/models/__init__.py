@@ -15,20 +15,16 @@ _QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 class Family:
     """How to read a family's config.json and describe its network.
 
-    biased: modules that have biases where config.json has ``attention_bias``. left_out:
-    patterns of tensors that its checkpoints hold and its network does not use.
+    biased: modules that have biases where config.json has ``attention_bias``.
     """
 
     parse: Callable[[Mapping[str, Any]], Any]
     build: Callable[[Graph, Any, Sequence[int]], None]
     biased: tuple[str, ...] = _QKVO
-    left_out: Callable[[Any], Sequence[str]] = lambda _: ()
 
 
 FAMILIES: dict[str, Family] = {
-    "Glm4MoeForCausalLM": Family(
-        glm4_moe.Glm4MoeConfig.from_dict, glm4_moe.build, _QKVO[:3], glm4_moe.left_out
-    ),
+    "Glm4MoeForCausalLM": Family(glm4_moe.Glm4MoeConfig.from_dict, glm4_moe.build, _QKVO[:3]),
     "Qwen3ForCausalLM": Family(qwen3.Qwen3Config.from_dict, qwen3.build),
     "Qwen3MoeForCausalLM": Family(qwen3_moe.Qwen3MoeConfig.from_dict, qwen3_moe.build),
 }

@@ -53,6 +53,10 @@ class ConfigReader:
             raise NetworkError(f"{self._where}: {key} must be true or false, not {value!r}")
         return value
 
+    def present(self, *keys: str) -> str:
+        """The first of several names of one field that is there; the first of all if none is."""
+        return next((key for key in keys if self._config.get(key) is not None), keys[0])
+
     def require(self, key: str, supported: str | float) -> None:
         """Refuse any value but the one supported."""
         value = self._get(key, supported)

@@ -1,8 +1,8 @@
 """GLM-4.5 to 4.7 (``Glm4MoeForCausalLM``): partial rotary embedding, optional q/k norms, and
 experts behind a sigmoid router with group-limited choice, plus a shared expert.
 
-The multi-token prediction layers that follow the last decoder layer in a checkpoint draft
-for another kind of speculation; they are left out.
+The multi-token prediction layer that follows the last decoder layer in a checkpoint is left
+out (``checkpoint.patterns.prediction_layers``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,6 @@ class Glm4MoeConfig(Qwen3Config):
     moe_intermediate_size: int
     shared_experts: int
     dense_layers: int
-    prediction_layers: int
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
@@ -40,13 +39,14 @@ class Glm4MoeConfig(Qwen3Config):
         read = ConfigReader(config)
         read.require("scoring_func", "sigmoid")
         read.require("topk_method", "noaux_tc")
+        read.count("num_nextn_predict_layers", 0)
         fields = decoder_fields(config, partial_rotary=PARTIAL_ROTARY)
         if not read.flag("use_qk_norm", False):
             fields["qk_norm_eps"] = None
         return cls(
             **fields,
             routing=read_routing(
-                experts=read.positive("n_routed_experts"),
+                experts=read.positive(read.present("n_routed_experts", "num_local_experts")),
                 top_k=read.positive("num_experts_per_tok"),
                 scores="sigmoid",
                 normalize=read.flag("norm_topk_prob", True),
@@ -57,7 +57,6 @@ class Glm4MoeConfig(Qwen3Config):
             moe_intermediate_size=read.positive("moe_intermediate_size"),
             shared_experts=read.positive("n_shared_experts", 1),
             dense_layers=read.count("first_k_dense_replace", 1),
-            prediction_layers=read.count("num_nextn_predict_layers", 1),
         )
 
 
@@ -78,9 +77,3 @@ def build(g: Graph, cfg: Glm4MoeConfig, captured_layers: Sequence[int]) -> None:
         )
 
     build_decoder(g, cfg, captured_layers, mlp)
-
-
-def left_out(cfg: Glm4MoeConfig) -> list[str]:
-    """Patterns of tensors that are no part of the network."""
-    first = cfg.num_hidden_layers
-    return [f"model.layers.{first + i}.*" for i in range(cfg.prediction_layers)]

@@ -36,7 +36,7 @@ class Qwen3MoeConfig(Qwen3Config):
         return cls(
             **fields,
             routing=read_routing(
-                experts=read.positive("num_experts"),
+                experts=read.positive(read.present("num_experts", "num_local_experts")),
                 top_k=read.positive("num_experts_per_tok"),
                 scores="softmax",
                 normalize=read.flag("norm_topk_prob", False),

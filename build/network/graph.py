@@ -42,6 +42,7 @@ OP_KINDS = frozenset(
         "rms_norm",
         "rotary_embedding",
         "route",
+        "scale",
         "silu_mul",
         "split",
         "top_k_log_probs",
@@ -68,10 +69,11 @@ class WeightInfo:
     dtype: str
     has_bias: bool = False
     activations: Activations | None = None  # None for dense weights
+    pre_quant_scale: bool = False  # the input is multiplied by the module's own vector first
 
     def fuses_with(self, other: "WeightInfo") -> bool:
         """Whether both can be rows of one weight."""
-        return replace(self, shape=other.shape) == other
+        return replace(self, shape=other.shape) == other and not self.pre_quant_scale
 
 
 class WeightSource(Protocol):
@@ -393,6 +395,9 @@ class Graph:
         dtype: DType | None = None,
     ) -> Tensor:
         in_features = _static(x.shape[-1], f"{name}: in_features")
+        infos = self._infos(modules, sizes, in_features, owner or self._owner)
+        if infos[0].pre_quant_scale:
+            x = self._scale(modules[0], x, in_features, owner, parallel)
         weight = self._weight(modules, sizes, in_features, owner)
         shape = (*x.shape[:-1], sum(sizes))
         given = {"parallel": parallel, "dtype": dtype}
@@ -401,6 +406,22 @@ class Graph:
         return self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)[
             0
         ]
+
+    def _scale(
+        self,
+        module: str,
+        x: Tensor,
+        features: int,
+        owner: Owner | None,
+        parallel: Parallel | None,
+    ) -> Tensor:
+        """x * the module's pre_quant_scale [features]; ranks that share x share the vector."""
+        path, owner = self._path(f"{module}.pre_quant_scale"), owner or self._owner
+        info = WeightInfo("dense", (features,), "float32")
+        weight = self._add_weight(path, (path,), (features,), [features], info, owner)
+        attrs = {"parallel": "column"} if parallel == "row" else {}
+        name = f"{module}.pre_quant_scale"
+        return self._op("scale", name, [x], [x.shape], weights=[weight], attrs=attrs)[0]
 
     def _reshape(self, name: str, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
         return self._op("reshape", name, [x], [shape], dtypes=[x.dtype])[0]

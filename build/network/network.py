@@ -69,7 +69,7 @@ class Weight:
 
 
 # Parameters that are tensors by themselves, not the ``weight`` of a module.
-_PARAMETERS = ("e_score_correction_bias",)
+_PARAMETERS = ("e_score_correction_bias", "pre_quant_scale")
 
 
 def tensor_name(module: str) -> str:

@@ -39,7 +39,7 @@ struct ActiveRequest {
 
   // This round's rows: a prompt chunk's first tokens, or a draft tree.
   int32_t chunk = 0;
-  int32_t tree_budget = 0;
+  SpeculativeConfig drafting;  // what the policy makes of the request's own
   ddtree::Tree tree;
 
   int32_t num_tokens() const { return static_cast<int32_t>(tokens.size()); }
@@ -54,6 +54,9 @@ struct ActiveRequest {
   // Its last prompt row chooses the first output token.
   bool chooses_first() const { return num_output() == 0 && chunk == prefill_left(); }
   bool speculative() const { return request.speculative.mode != DecodingMode::kPlain; }
+  bool adaptive() const {
+    return speculative() && request.speculative.policy == BudgetPolicy::kAdaptive;
+  }
   bool needs_logits() const {
     return request.sampling.needs_logits() || request.output.log_probs >= 0;
   }

@@ -28,10 +28,10 @@ NB_MODULE(_core, m) {
   trtree::bind_engine(m);
   trtree::bind_requests(m);
   trtree::bind_sampler(m);
+  trtree::bind_tree_policy(m);
   trtree::bind_executor(m);
   trtree::bind_parallel(m);
   trtree::bind_thread_pool(m);
-  trtree::bind_tree_policy(m);
   trtree::bind_dense_linear(m);
   trtree::bind_moe(m);
   trtree::bind_nvfp4_linear(m);

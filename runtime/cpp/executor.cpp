@@ -38,6 +38,7 @@ Executor::Executor(Engine& engine, ExecutorConfig config)
       config_(std::move(config)),
       pages_(paged() ? capabilities_.num_pages : 0, paged() ? capabilities_.page_size : 1,
              paged() && config_.kv_cache_config.enable_block_reuse) {
+  if (config_.cost_model) adaptive_.emplace(*config_.cost_model);
   free_slots_.resize(capabilities_.max_batch_size);
   std::iota(free_slots_.rbegin(), free_slots_.rend(), 0);
   statistics_.total_pages = pages_.num_free();
@@ -215,9 +216,8 @@ bool Executor::admit(ActiveRequest& request) {
     statistics_.prompt_tokens += request.num_prompt();
     statistics_.cached_prompt_tokens += request.committed_length;
   }
-  request.statistics.inexact_tree_state =
-      request.request.speculative.mode == DecodingMode::kTree &&
-      capabilities_.tree_state == TreeState::kInexact;
+  request.statistics.inexact_tree_state = request.request.speculative.mode == DecodingMode::kTree &&
+                                          capabilities_.tree_state == TreeState::kInexact;
   request.slot = free_slots_.back();
   free_slots_.pop_back();
   return true;
@@ -233,6 +233,7 @@ std::vector<ActiveRequest*> Executor::schedule() {
     return std::pair(-a->rounds_skipped, a->prefilling()) <
            std::pair(-b->rounds_skipped, b->prefilling());
   });
+  choose_drafting(order);
   const bool decoding =
       std::any_of(order.begin(), order.end(), [](const auto* r) { return !r->prefilling(); });
 
@@ -248,7 +249,8 @@ std::vector<ActiveRequest*> Executor::schedule() {
       request->chunk = rows;
     } else {
       request->chunk = 0;
-      rows = verify_rows(capabilities_, request->request.speculative);
+      // An adaptive tree's nodes share the rows that are left over.
+      rows = request->adaptive() ? 1 : verify_rows(capabilities_, request->drafting);
     }
     if (rows == 0 || rows > rows_left || !make_room(*request, scheduled)) continue;
     request->rounds_skipped = 0;
@@ -265,6 +267,20 @@ std::vector<ActiveRequest*> Executor::schedule() {
     request = active_.erase(request);
   }
   return scheduled;
+}
+
+// What each decoding request drafts in this round, by its policy.
+void Executor::choose_drafting(std::span<ActiveRequest* const> requests) {
+  const auto decoding = static_cast<int32_t>(std::count_if(
+      requests.begin(), requests.end(), [](const auto* r) { return !r->prefilling(); }));
+  const int32_t load_rows =
+      config_.load_rows > 0 ? config_.load_rows : default_load_rows(capabilities_);
+  for (ActiveRequest* request : requests) {
+    request->drafting = request->request.speculative;
+    if (request->drafting.policy == BudgetPolicy::kLoad) {
+      request->drafting = under_load(request->drafting, capabilities_, decoding, load_rows);
+    }
+  }
 }
 
 // Pages for the request's rows of this round, by pre-empting younger requests if need be.

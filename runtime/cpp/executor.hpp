@@ -10,6 +10,8 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <span>
 #include <stdexcept>
 #include <vector>
 
@@ -17,6 +19,7 @@
 #include "runtime/cpp/engine.hpp"
 #include "runtime/cpp/kv_pages.hpp"
 #include "runtime/cpp/request.hpp"
+#include "runtime/cpp/tree_policy.hpp"
 
 namespace trtree {
 
@@ -43,7 +46,9 @@ struct ExecutorConfig {
   KvCacheConfig kv_cache_config = {};
   SchedulerConfig scheduler_config = {};
   int32_t max_queue_size = 0;  // requests that wait; 0: any number
-  bool record_rounds = false;  // for take_rounds()
+  int32_t load_rows = 0;       // of a step, for BudgetPolicy::kLoad; 0: default_load_rows()
+  std::optional<CostModel> cost_model = std::nullopt;  // for BudgetPolicy::kAdaptive
+  bool record_rounds = false;                          // for take_rounds()
 };
 
 // Counts since the executor began, but for those "now".
@@ -118,6 +123,7 @@ class Executor {
   void admit();
   bool admit(ActiveRequest& request);
   std::vector<ActiveRequest*> schedule();
+  void choose_drafting(std::span<ActiveRequest* const> requests);
   bool make_room(ActiveRequest& request, std::vector<ActiveRequest*>& scheduled);
   void preempt(ActiveRequest& request);
   void leave(ActiveRequest& request);
@@ -127,6 +133,8 @@ class Executor {
   struct RowOutputs;
   std::vector<Response> run_round(const std::vector<ActiveRequest*>& scheduled);
   void draft(const std::vector<ActiveRequest*>& scheduled);
+  void fit_budgets(const std::vector<ActiveRequest*>& scheduled);
+  RoundLoad load_of(const std::vector<ActiveRequest*>& scheduled) const;
   void count_step(const std::vector<ActiveRequest*>& scheduled, const RowBatch& batch);
   Response accept(ActiveRequest& request, const RowOutputs& outputs, std::vector<int32_t>& rows);
   void emit(ActiveRequest& request, int32_t token, Response& response);
@@ -138,6 +146,7 @@ class Executor {
   const Capabilities capabilities_;
   const ExecutorConfig config_;
   KvPages pages_;
+  std::optional<AdaptiveBudget> adaptive_;
   std::vector<int32_t> free_slots_;
   Requests queue_;   // in order of arrival
   Requests active_;  // in order of arrival

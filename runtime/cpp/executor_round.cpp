@@ -110,15 +110,50 @@ std::vector<Response> Executor::run_round(const std::vector<ActiveRequest*>& sch
   return responses;
 }
 
+// How full the round is before any adaptive tree has a node.
+RoundLoad Executor::load_of(const std::vector<ActiveRequest*>& scheduled) const {
+  RoundLoad load{.requests = 0};
+  for (const ActiveRequest* request : scheduled) {
+    if (request->chunk > 0) {
+      load.other_rows += request->chunk;
+    } else if (request->adaptive()) {
+      ++load.requests;
+      load.mean_context += request->committed_length;
+    } else {
+      load.other_rows += verify_rows(capabilities_, request->drafting);
+    }
+  }
+  load.mean_context /= std::max(1, load.requests);
+  load.max_nodes = capabilities_.max_num_rows - load.other_rows - load.requests;
+  return load;
+}
+
+// Cut adaptive requests' trees, all together, to what is worth its rows.
+void Executor::fit_budgets(const std::vector<ActiveRequest*>& scheduled) {
+  std::vector<ActiveRequest*> requests;
+  std::vector<const ddtree::Tree*> trees;
+  for (ActiveRequest* request : scheduled) {
+    if (request->chunk > 0 || !request->adaptive() || request->tree.num_rows() == 1) continue;
+    requests.push_back(request);
+    trees.push_back(&request->tree);
+  }
+  if (trees.empty()) return;
+  const std::vector<int32_t> nodes = adaptive_->choose(load_of(scheduled), trees);
+  for (size_t i = 0; i < requests.size(); ++i) requests[i]->tree.keep_first(nodes[i]);
+}
+
 // One drafter pass for all decoding requests that can use one.
 void Executor::draft(const std::vector<ActiveRequest*>& scheduled) {
   std::vector<ActiveRequest*> drafted;
   std::vector<DraftRequest> requests;
   int32_t top_k = 1;
+  const RoundLoad load = load_of(scheduled);
+  const bool adaptive_draft = load.requests > 0 && adaptive_->should_draft(load);
   for (ActiveRequest* request : scheduled) {
     if (request->chunk > 0) continue;
     request->tree = ddtree::chain({});
-    const SpeculativeConfig& config = request->request.speculative;
+    if (request->adaptive() && !adaptive_draft) continue;
+    const SpeculativeConfig& config = request->drafting;
     if (useful_depth(capabilities_, config, request->tokens_wanted()) == 0) continue;
     drafted.push_back(request);
     requests.push_back({request->sequence(), request->tokens.back()});
@@ -130,12 +165,13 @@ void Executor::draft(const std::vector<ActiveRequest*>& scheduled) {
   check_draft(result, requests.size(), top_k);
   for (size_t i = 0; i < drafted.size(); ++i) {
     ActiveRequest& request = *drafted[i];
-    const SpeculativeConfig& config = request.request.speculative;
+    const SpeculativeConfig& config = request.drafting;
     const int32_t depth =
         std::min(result.depth, useful_depth(capabilities_, config, request.tokens_wanted()));
     request.tree = draft_tree(capabilities_, config, result, static_cast<int32_t>(i), depth,
                               config_.medusa_choices);
   }
+  fit_budgets(scheduled);
 }
 
 void Executor::count_step(const std::vector<ActiveRequest*>& scheduled, const RowBatch& batch) {
@@ -187,6 +223,10 @@ Response Executor::accept(ActiveRequest& request, const RowOutputs& outputs,
     const auto emitted = static_cast<int32_t>(response.token_ids.size());
     const int32_t nodes = request.tree.num_rows() - 1;
     const auto accepted = static_cast<int32_t>(rows.size()) - 1;
+    // An output that ends early says nothing of the nodes behind its end.
+    if (request.adaptive() && nodes > 0 && !response.finished()) {
+      adaptive_->observe(request.tree, accepted);
+    }
     ++request.statistics.verify_forwards;
     request.statistics.drafted_tokens += nodes;
     request.statistics.accepted_tokens += accepted;
@@ -240,7 +280,9 @@ RoundRecord Executor::record_of(const ActiveRequest& request, const RowBatch& ba
   if (!record.prefill) record.parents = request.tree.parents;
   record.accepted = commit.rows;
   record.emitted_tokens = static_cast<int32_t>(response.token_ids.size());
-  record.tree_budget = request.tree_budget;
+  record.tree_budget = record.prefill       ? 0
+                       : request.adaptive() ? request.tree.num_rows() - 1
+                                            : verify_rows(capabilities_, request.drafting) - 1;
   record.queue_seconds = request.statistics.queue_seconds;
   record.step_rows = batch.num_rows();
   record.step_requests = static_cast<int32_t>(batch.segments.size());

@@ -34,7 +34,15 @@ void check_speculation(const SpeculativeConfig& config, const Capabilities& capa
   if (capabilities.block_size == 0) {
     refuse("mode chain and tree need a drafter; this engine was built without one: use mode plain");
   }
+  if (config.policy == BudgetPolicy::kAdaptive && !executor.cost_model) {
+    refuse(
+        "policy adaptive needs the costs of this engine's steps on this machine; measure them "
+        "with python -m trtree.runtime.calibrate");
+  }
   if (config.mode == DecodingMode::kChain) return;
+  if (config.tree == TreeKind::kStatic && config.policy == BudgetPolicy::kAdaptive) {
+    refuse("policy adaptive cuts dynamic trees; the static tree is one size");
+  }
   if (config.tree_budget < 0) {
     refuse("tree_budget " + to_string(config.tree_budget) + " is negative");
   }
@@ -100,9 +108,6 @@ void check_request(const Request& request, const Capabilities& capabilities,
   check_sampling(request.sampling, capabilities.vocab_size);
   check_log_probs("log_probs", request.output.log_probs, capabilities.vocab_size);
   check_log_probs("prompt_log_probs", request.output.prompt_log_probs, capabilities.vocab_size);
-  if (request.speculative.policy != BudgetPolicy::kFixed || request.speculative.chain_seed) {
-    refuse("budget policies and chain_seed are not supported yet");
-  }
   check_speculation(request.speculative, capabilities, config);
 }
 

@@ -22,6 +22,8 @@ from trtree.runtime.distributed.layout import JobError
 
 # Set by the launchers of MPICH (and Slurm), Open MPI and other users of PMIx.
 _LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE")
+# A launcher may drop what a rank said just before it aborted: seconds to let it through.
+_LAST_WORDS = 0.3
 # Waiting for others costs no core: the longest sleep between two looks, in seconds.
 LONGEST_SLEEP = 0.005
 
@@ -104,6 +106,7 @@ class World:
         """End every rank of the job with status 1."""
         print(f"error: rank {self.rank} on {self.host}: {why}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        time.sleep(_LAST_WORDS)
         self.mpi.COMM_WORLD.Abort(1)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:

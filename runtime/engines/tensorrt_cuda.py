@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trtree import _core
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.plugins.tree_attention.contract import PagedKv
 from trtree.runtime.engines.tensorrt import TensorRTEngine
@@ -21,7 +22,7 @@ _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 def load_tensorrt_engine(
     engine: EngineDir, *, rank: int = 0, world_size: int = 1, communicator: Any = None
-) -> TensorRTEngine | PagedTensorRTEngine:
+) -> _core.Engine:
     """Load one rank's engines on the current GPU.
 
     Args:

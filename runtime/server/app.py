@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from trtree.runtime.chat_template import ChatTemplate, ChatTemplateError
@@ -23,6 +24,7 @@ from trtree.runtime.server.outputs import Outputs, collect
 from trtree.runtime.server.protocol import (
     ChatRequest,
     CompletionRequest,
+    ErrorResponse,
     GenerationRequest,
     Speculative,
 )
@@ -31,6 +33,17 @@ from trtree.runtime.service import Finish, Service, Submission, Usage
 
 # Prompts are rendered and tokenized beside the event loop, a few at a time.
 PREPARING_THREADS = 4
+# For the OpenAPI document.
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "The request cannot be served"},
+    "5XX": {"model": ErrorResponse, "description": "Shutting down, or the engine failed"},
+}
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer, or with stream its parts as events",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -176,13 +189,16 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     usages: dict[int, Usage] = {}
     error: ApiError | None = None
-    async for index, chunk in outputs:
-        if chunk.finish is not None:
-            usages[index] = chunk.finish.usage
-            error = error or _failure(chunk.finish)
-        if error is None:
-            for part in answer.parts(index, chunk):
-                yield _event(part)
+    async for batch in outputs.batches():
+        events = []
+        for index, chunk in batch:
+            if chunk.finish is not None:
+                usages[index] = chunk.finish.usage
+                error = error or _failure(chunk.finish)
+            if error is None:
+                events += [_event(part) for part in answer.parts(index, chunk)]
+        if events:
+            yield b"".join(events)
     if error is not None:
         yield _event(error.body())
     elif with_usage:
@@ -215,7 +231,12 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
         api.preparing.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
-        title="trtree", version=version("trtree"), docs_url=None, redoc_url=None, lifespan=lifespan
+        title="trtree",
+        version=version("trtree"),
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        responses=_ERRORS,
     )
     errors.install(app)
     app.add_middleware(
@@ -225,8 +246,9 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
         on_status=metrics.on_response,
     )
 
-    app.post("/v1/completions", response_model=None)(api.completions)
-    app.post("/v1/chat/completions", response_model=None)(api.chat)
+    post = partial(app.post, response_model=None, responses=_ANSWERS)
+    post("/v1/completions")(api.completions)
+    post("/v1/chat/completions")(api.chat)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -243,7 +265,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     async def version_() -> dict[str, str]:
         return {"version": app.version}
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

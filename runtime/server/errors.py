@@ -52,6 +52,8 @@ def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error")
+    # A parameter's name is the client's; JSON can write what UTF-8 cannot.
+    param = param and param.encode(errors="replace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -102,6 +104,8 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {error.get('ctx', {}).get('error', '')}")
     # "body", the parameter, and below it positions and branches of a union.
     where = [str(part) for part in error["loc"] if part != "body"]
+    if not where and error["type"] == "string_unicode":
+        return ApiError(400, "a parameter's name is not Unicode text")
     if not where:
         return ApiError(400, "the body must be a JSON object, sent as application/json")
     param = where[0]

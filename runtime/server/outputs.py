@@ -1,6 +1,7 @@
 """From the service's threads to the event loop: a request's outputs as they come."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ class Outputs:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
-        self._chunks: asyncio.Queue[tuple[int, Chunk]] = asyncio.Queue()
+        self._lock = threading.Lock()
+        self._ready: list[tuple[int, Chunk]] = []
+        self._wake = asyncio.Event()
         self._handles: list[Handle] = []
         self._cancelled = False
 
@@ -41,15 +44,26 @@ class Outputs:
         for handle in self._handles:
             handle.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Chunk]]:
+    async def batches(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
+        """Chunks with the index of their submission, as many as there are at a time."""
         left = len(self._handles)
         while left:
-            index, chunk = await self._chunks.get()
-            left -= chunk.finish is not None
-            yield index, chunk
+            await self._wake.wait()
+            self._wake.clear()
+            with self._lock:
+                batch, self._ready = self._ready, []
+            left -= sum(chunk.finish is not None for _, chunk in batch)
+            yield batch
+            # A fast engine must not keep the loop from other connections, nor from
+            # noticing that this one is gone.
+            await asyncio.sleep(0)
 
     def _put(self, index: int, chunk: Chunk) -> None:
-        self._loop.call_soon_threadsafe(self._chunks.put_nowait, (index, chunk))
+        with self._lock:
+            asleep = not self._ready
+            self._ready.append((index, chunk))
+        if asleep:
+            self._loop.call_soon_threadsafe(self._wake.set)
 
 
 @dataclass
@@ -78,11 +92,12 @@ async def collect(request: Request, outputs: Outputs, count: int) -> list[Output
 
 async def _gather(outputs: Outputs, count: int) -> list[Output]:
     complete = [Output() for _ in range(count)]
-    async for index, chunk in outputs:
-        output = complete[index]
-        output.text += chunk.text
-        output.tokens += chunk.tokens
-        output.finish = chunk.finish
+    async for batch in outputs.batches():
+        for index, chunk in batch:
+            output = complete[index]
+            output.text += chunk.text
+            output.tokens += chunk.tokens
+            output.finish = chunk.finish
     return complete
 
 

@@ -46,7 +46,7 @@ def completion_submissions(
     output = OutputConfig(wanted, wanted if body.echo else -1)
     submissions = []
     for prompt in prompts:
-        ids = service.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = _encode(service, prompt) if isinstance(prompt, str) else prompt
         echo = None
         if body.echo:
             echo = prompt if isinstance(prompt, str) else service.tokenizer.decode(ids)
@@ -73,12 +73,20 @@ def chat_submissions(
         | ({"name": message.name} if message.name is not None else {})
         for message in body.messages
     ]
-    ids = service.tokenizer.encode(template.render(messages, body.chat_template_kwargs or {}))
+    ids = _encode(service, template.render(messages, body.chat_template_kwargs or {}))
     output = OutputConfig((body.top_logprobs or 0) if body.logprobs else -1)
     # By default, as much as the engine can hold.
     limit = body.max_completion_tokens or body.max_tokens or service.max_seq_len - len(ids)
     requests = _requests(service, body, ids, max(limit, 1), output, speculative)
     return [Submission(request, body.stops) for request in requests]
+
+
+def _encode(service: Service, text: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair
+        raise ApiError(400, f"the prompt is not Unicode text: {error.reason}") from None
+    return service.tokenizer.encode(text)
 
 
 def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:

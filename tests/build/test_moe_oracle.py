@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from engines import write_target
+from engines import EXCLUDE, write_target
 from random_moe import fused, glm4_moe_config, qwen3_moe_config, random_moe
 from steps import prefill
 from trtree import _core
 from trtree.build import builder
-from trtree.build.checkpoint import CheckpointError
+from trtree.build.checkpoint import CheckpointError, QuantizationConfig
+from trtree.build.checkpoint.write import quantize_state_dict
 from trtree.build.models import family_of
 from trtree.build.network.network import NetworkError
 from trtree.build.options import BuildOptions
@@ -78,8 +79,13 @@ def test_target_against_transformers(tmp_path: Path, case: str) -> None:
         np.testing.assert_allclose(logits[0], expected[position], rtol=0, atol=TOLERANCE)
 
 
-def describe(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
-    checkpoint = write_target(directory, tensors, config)
+def describe(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    quantization: QuantizationConfig | None = None,
+) -> Any:
+    checkpoint = write_target(directory, tensors, config, quantization)
     options = BuildOptions(checkpoint=checkpoint, output=directory / "engine")
     return builder.describe(options)
 
@@ -87,6 +93,7 @@ def describe(directory: Path, config: dict[str, Any], tensors: dict[str, torch.T
 def test_the_prediction_layer_is_left_out_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also where an exporter left it unquantized without saying so."""
     config = glm4_moe_config()
     tensors = random_moe(config, dtype=torch.bfloat16)
     extra = {
@@ -96,9 +103,11 @@ def test_the_prediction_layer_is_left_out_by_name(
     }
     extra["model.layers.2.eh_proj.weight"] = torch.zeros(64, 128, dtype=torch.bfloat16)
     caplog.set_level("INFO")
-    described = describe(tmp_path / "mtp", config, tensors | extra)
+    quantized = dict(quantize_state_dict(tensors.items(), exclude=EXCLUDE))
+    quantization = QuantizationConfig("NVFP4", EXCLUDE)
+    described = describe(tmp_path / "mtp", config, quantized | extra, quantization)
     assert not any(".layers.2." in name for name in described.networks["target"].weights)
-    assert f"model.layers.2.*: {len(extra)} tensors are left out" in caplog.text
+    assert f"model.layers.2.*: {len(extra)} tensors of a prediction layer" in caplog.text
     with pytest.raises(CheckpointError, match=r"tensors would not be used: model\.layers\.2"):
         describe(tmp_path / "unknown", config | {"num_nextn_predict_layers": 0}, tensors | extra)
 

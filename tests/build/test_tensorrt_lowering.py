@@ -42,6 +42,7 @@ TINY = {"vocab_size": 96}
 CASES = {
     "untied-w4a4": (tiny_config(**TINY), "NVFP4"),
     "tied-w4a16": (tiny_config(**TINY, tie_word_embeddings=True), "W4A16_NVFP4"),
+    "awq-w4a4": (tiny_config(**TINY), "NVFP4_AWQ"),
     "bf16-one-kv-head": (tiny_config(**TINY, num_key_value_heads=1), None),
     "bf16-bias": (tiny_config(**TINY, attention_bias=True), None),
     "moe-qwen3-w4a4": (qwen3_moe_config(**TINY), "NVFP4"),
@@ -194,7 +195,7 @@ def test_every_op_of_a_target(pairs: Pairs, case: str, kind: str) -> None:
     assert checked >= {"embedding", "linear", "rms_norm", "rotary_embedding", "tree_attention"}
 
 
-@pytest.mark.parametrize("case", ["untied-w4a4", "moe-glm-w4a4", "demo-nvfp4"])
+@pytest.mark.parametrize("case", ["awq-w4a4", "untied-w4a4", "moe-glm-w4a4", "demo-nvfp4"])
 def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
     """Activations get the reference's codes and block scales, but where float32 and float64
     fall on different sides of a tie; of equal codes, products are within 1e-6 in float32."""
@@ -335,7 +336,10 @@ def test_int8_weights_are_the_same_numbers(pairs: Pairs) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["bf16-window", "tied-w4a16", "untied-w4a4", "demo-bf16", "moe-qwen3-bf16", "moe-glm-w4a4"],
+    [
+        *("bf16-window", "tied-w4a16", "untied-w4a4", "awq-w4a4", "demo-bf16"),
+        *("moe-qwen3-bf16", "moe-glm-w4a4"),
+    ],
 )
 def test_two_ranks_are_one(pairs: Pairs, case: str) -> None:
     """Both ranks' networks, evaluated together, against one rank's: partial sums are rounded

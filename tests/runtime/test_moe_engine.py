@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engines import random_checkpoint
 from op_by_op import OpByOp
+from random_drafter import random_drafter
 from random_moe import glm4_moe_config, qwen3_moe_config
 from steps import path_to, prefill, random_tree, run_rows
 from trtree import _core
@@ -21,6 +22,7 @@ from trtree.build.engine_dir import EngineDir
 from trtree.build.options import BuildOptions
 from trtree.runtime.engines import open_engine
 from trtree.runtime.engines.cpu import load_cpu_engine
+from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
 
 VOCAB = 80
 FAMILIES = {
@@ -44,9 +46,14 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         return random_checkpoint(directory, FAMILIES[family], algorithm=algorithm)
 
     @cache
+    def drafter(family: str) -> Path:
+        return random_drafter(root / f"{family}.drafter", FAMILIES[family])
+
+    @cache
     def built(family: str, algorithm: str | None, backend: str) -> Path:
         options = BuildOptions(
             checkpoint=checkpoint(family, algorithm),
+            drafter=drafter(family),
             output=root / f"{family}.{algorithm}.{backend}",
             backend=backend,
             kv_tokens=4096,
@@ -163,3 +170,36 @@ def test_every_instruction_set_gives_the_same_bits(load: Any, algorithm: str | N
             continue
         results.add(prefill(engine, _core.Sequence(1, 0, 0, pages_of(0)), prompt).tobytes())
     assert len(results) == 1
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_executor_is_lossless(load: Any, family: str, algorithm: str) -> None:
+    """Plain, chain and tree requests of one batch give the tokens that each gives alone."""
+    rng = random.Random(2)
+    engine = load(family, algorithm, 2)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(6)]
+    modes = [
+        SpeculativeConfig(DecodingMode.TREE, tree_budget=64),
+        SpeculativeConfig(DecodingMode.CHAIN),
+        SpeculativeConfig(DecodingMode.TREE, tree_budget=16),
+    ]
+
+    def run(requests: list[Request]) -> list[list[int]]:
+        executor = Executor(engine)
+        output: dict[int, list[int]] = {executor.enqueue_request(r): [] for r in requests}
+        while responses := executor.await_responses():
+            for response in responses:
+                output[response.request_id] += response.token_ids
+        return list(output.values())
+
+    plain = SpeculativeConfig(DecodingMode.PLAIN)
+    together = run(
+        [
+            Request(prompt, max_tokens=32, speculative=modes[index % 3])
+            for index, prompt in enumerate(prompts)
+        ]
+    )
+    for prompt, tokens in zip(prompts, together, strict=True):
+        assert len(tokens) == 32
+        assert [tokens] == run([Request(prompt, max_tokens=32, speculative=plain)])

@@ -86,18 +86,31 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 def random_checkpoint(
     directory: Path, config: dict[str, Any], *, algorithm: str | None = None
 ) -> Path:
-    """A bf16 checkpoint of random weights, quantized by ``algorithm`` if one is given."""
+    """A bf16 checkpoint of random weights, quantized by ``algorithm`` if one is given.
+
+    With NVFP4_AWQ, o_proj and down_proj scale their inputs.
+    """
     from random_moe import random_moe  # which builds on this module
 
     moe = "moe_intermediate_size" in config
     tensors = (random_moe if moe else random_target)(config, dtype=torch.bfloat16)
     if algorithm is None:
         return write_target(directory, tensors, config)
-    quantized = quantize_state_dict(
-        tensors.items(), exclude=EXCLUDE, algorithm=algorithm, input_scales=_scales(tensors)
+    awq = algorithm == "NVFP4_AWQ"
+    quantized = dict(
+        quantize_state_dict(
+            tensors.items(),
+            exclude=EXCLUDE,
+            algorithm="NVFP4" if awq else algorithm,
+            input_scales=_scales(tensors),
+        )
     )
+    for name in [n for n in quantized if awq and n.endswith(("o_proj.weight", "down_proj.weight"))]:
+        generator = torch.Generator().manual_seed(len(name))
+        vector = 0.5 + torch.rand(2 * quantized[name].shape[1], generator=generator)
+        quantized[name.replace(".weight", ".pre_quant_scale")] = vector.bfloat16()
     quantization = QuantizationConfig(algorithm, EXCLUDE)
-    return write_target(directory, dict(quantized), config, quantization)
+    return write_target(directory, quantized, config, quantization)
 
 
 def _scales(tensors: Iterable[str]) -> Mapping[str, float]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,21 @@ START_SECONDS = 60
 
 
 class ServerProcess:
-    """``runtime/serve.py`` on a free port. ``http`` is a client of it."""
+    """``runtime/serve.py`` on a free port. ``http`` is a client of it.
 
-    def __init__(self, engine: Path, *arguments: object, environment: dict[str, str] | None = None):
+    ``launcher`` starts it, as ``("mpirun", "-n", "2")`` does.
+    """
+
+    def __init__(
+        self,
+        engine: Path,
+        *arguments: object,
+        environment: dict[str, str] | None = None,
+        launcher: Sequence[str] = (),
+    ):
         self.process = subprocess.Popen(
             [
+                *launcher,
                 sys.executable,
                 str(ROOT / "runtime" / "serve.py"),
                 *("--engine", str(engine), "--port", "0", "--threads", "1"),
@@ -46,24 +57,25 @@ class ServerProcess:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+    def metrics(self, *names: str) -> list[float]:
+        """Of one scrape, each metric summed over its labels."""
         text = self.http.get("/metrics").text
-        values = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-        assert values, f"no metric {name}"
-        return sum(map(float, values))
+        sums = []
+        for name in names:
+            values = re.findall(rf"^trtree_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+            assert values, f"no metric {name}"
+            sums.append(sum(map(float, values)))
+        return sums
 
     def used_pages(self) -> float:
-        names = ("kv_pages", "kv_pages_free", "kv_pages_cached")
-        total, free, cached = (self.metric(f"trtree_{name}") for name in names)
+        total, free, cached = self.metrics("kv_pages", "kv_pages_free", "kv_pages_cached")
         return total - free - cached
 
     def idle(self, seconds: float = 30) -> bool:
         """Whether requests and pages are gone within this time."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            busy = self.metric("trtree_requests_running") + self.metric("trtree_requests_waiting")
-            if busy == 0 and self.used_pages() == 0:
+            if sum(self.metrics("requests_running", "requests_waiting")) + self.used_pages() == 0:
                 return True
             time.sleep(0.05)
         return False

@@ -39,6 +39,14 @@ def _rms_norm(low: Lowering, op: Op, x: Values) -> Values:
     return [low.rounded(emit.binary("scaled", "PROD", normed, weight))]
 
 
+def _scale(low: Lowering, op: Op, x: Values) -> Values:
+    emit = low.emit
+    _inherit(low, op)
+    weight = low.constant(op, "weight")
+    weight = emit.shuffle("vector", weight, (*[1] * (len(x[0].shape) - 1), weight.shape[0]))
+    return [low.rounded(emit.binary("scaled", "PROD", emit.wide(x[0]), weight))]
+
+
 def _silu_mul(low: Lowering, op: Op, x: Values) -> Values:
     emit = low.emit
     _inherit(low, op)
@@ -112,6 +120,7 @@ SHARDABLE = frozenset(
         "reshape",
         "rms_norm",
         "rotary_embedding",
+        "scale",
         "silu_mul",
         "split",
         "top_k_log_probs",
@@ -133,6 +142,7 @@ OPS: dict[str, OpFunction] = {
     "rms_norm": _rms_norm,
     "rotary_embedding": rotary_embedding,
     "route": route,
+    "scale": _scale,
     "silu_mul": _silu_mul,
     "split": _split,
     "top_k_log_probs": top_k_log_probs,

@@ -32,6 +32,7 @@ void bind_plan(nb::module_& m) {
       .value("rms_norm", OpKind::kRmsNorm)
       .value("rotary_embedding", OpKind::kRotaryEmbedding)
       .value("route", OpKind::kRoute)
+      .value("scale", OpKind::kScale)
       .value("silu_mul", OpKind::kSiluMul)
       .value("top_k_log_probs", OpKind::kTopKLogProbs)
       .value("tree_attention", OpKind::kTreeAttention);

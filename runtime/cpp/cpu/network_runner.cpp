@@ -148,6 +148,9 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kRoute:
       route(op);
       break;
+    case OpKind::kScale:
+      scale(tensor(op.inputs[0]), weights_.vector(op.weight), tensor(op.outputs[0]), parallel_);
+      break;
     case OpKind::kSiluMul:
       silu_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_, isa_);
       break;

@@ -26,6 +26,7 @@ enum class OpKind {
   kRmsNorm,
   kRotaryEmbedding,
   kRoute,
+  kScale,
   kSiluMul,
   kTopKLogProbs,
   kTreeAttention,

@@ -48,6 +48,7 @@ Arity arity(OpKind kind) {
     case OpKind::kRmsNorm:
     case OpKind::kRotaryEmbedding:
     case OpKind::kRoute:
+    case OpKind::kScale:
     case OpKind::kTreeAttention:
       break;
   }
@@ -62,6 +63,11 @@ void check_weight_use(const Plan& plan, const PlanOp& op, const std::string& whe
     require(
         weight.kind == WeightKind::kVector && op.heads > 0 && weight.out_features * op.heads == in,
         where, "a norm of " + to_string(weight.out_features) + " over " + to_string(in));
+    return;
+  }
+  if (op.kind == OpKind::kScale) {
+    require(weight.kind == WeightKind::kVector && weight.out_features == in, where,
+            "a vector of " + to_string(weight.out_features) + " over " + to_string(in));
     return;
   }
   require(weight.kind != WeightKind::kVector, where, "a vector where a matrix is needed");
@@ -146,6 +152,7 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
     case OpKind::kEmbedding:
     case OpKind::kLinear:
     case OpKind::kRmsNorm:
+    case OpKind::kScale:
       check_weight_use(plan, op, where, in, out);
       break;
     case OpKind::kAllGather:

@@ -38,7 +38,7 @@ def test_another_replicas_executor_behaves_as_one_in_this_process(demo_engine: B
     assert here == there
     assert here["idle"] == [] and here["waited"] and here["all_ended"]
     assert "1000000" in here["invalid"]
-    assert "20" in here["full"]
+    assert here["full"]
     assert here["reasons"] == ["CANCELLED"]
     assert here["counted"]
     assert "shut down" in here["shut_down"]

@@ -7,8 +7,6 @@ import pytest
 
 from server import ServerProcess
 
-API_KEY = "sesame-7"
-
 
 @pytest.fixture(scope="package")
 def server(demo_engine: Callable[..., Path]) -> Iterator[ServerProcess]:
