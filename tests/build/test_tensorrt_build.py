@@ -141,7 +141,7 @@ def test_two_ranks(build: Build) -> None:
         ({"tree": "static"}, "tree static: calibrating it runs the engine"),
         ({"kv_tokens": 10}, "kv_tokens 10 leave 1 tokens to each of max_batch_size 8 requests"),
         ({"tp": 4}, "KV heads: 2 does not divide among 4 ranks"),
-        ({"backend": "cpu", "tp": 2}, "tp 2: backend cpu runs on one rank"),
+        ({"backend": "reference", "tp": 2}, "tp 2: backend reference runs on one rank"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
