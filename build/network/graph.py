@@ -411,7 +411,9 @@ class Graph:
         """
         experts = len(modules) // len(sizes)
         if weights.shape[1:] != (experts,):
-            raise NetworkError(f"{self._path(modules[0])}: {experts} experts, routed {weights}")
+            raise NetworkError(
+                f"{self._path(modules[0])}: {experts} experts, routed {list(weights.shape)}"
+            )
         every = list(sizes) * experts
         first, *_ = infos = self._checked_infos(modules, every, in_features, self._owner)
         paths = tuple(self._path(module) for module in modules)
