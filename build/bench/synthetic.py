@@ -45,25 +45,31 @@ def write_random(directory: Path, model: Path, *, seed: int = 0) -> None:
 
 
 class _Shapes:
-    """A weight source that takes every implied shape as bf16 or, where covered, NVFP4."""
+    """A weight source that takes every implied shape as bf16 or, where covered, NVFP4.
 
-    def __init__(self, quantization: QuantizationConfig | None) -> None:
+    biased: modules of attention that have biases.
+    """
+
+    def __init__(self, quantization: QuantizationConfig | None, biased: tuple[str, ...]) -> None:
         self._quantization = quantization
+        self._biased = biased
 
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         plain = len(implied) == 1 or module.endswith(("embed_tokens", "lm_head"))
         quantization = self._quantization
+        biased = ".self_attn." in module and module.endswith(self._biased)
         activations = quantization.activations_of(module) if quantization else None
         if plain or activations is None:
-            return WeightInfo("dense", implied, "bfloat16")
-        return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
+            return WeightInfo("dense", implied, "bfloat16", biased)
+        return WeightInfo("nvfp4", implied, "nvfp4", biased, activations)
 
 
 def _tensors(
     config: dict[str, Any], quantization: QuantizationConfig | None, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
     family = family_of(config)
-    graph = Graph("target", _Shapes(quantization))
+    biased = family.biased if config.get("attention_bias") else ()
+    graph = Graph("target", _Shapes(quantization, biased))
     family.build(graph, family.parse(config), ())
     # The network names fused weights; a checkpoint holds their modules.
     for weight in graph.network.weights.values():
@@ -77,6 +83,8 @@ def _module(
     if len(weight.shape) == 1:
         yield tensor_name(module), torch.ones(size, dtype=torch.bfloat16)
         return
+    if weight.has_bias:
+        yield f"{module}.bias", torch.zeros(size, dtype=torch.bfloat16)
     shape = (size, weight.shape[-1])
     if weight.kind == "dense":
         yield f"{module}.weight", _normal(shape, generator)
