@@ -233,6 +233,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=("nvfp4", "bf16", "float32"),
         help="what quantized linears round their inputs to (default: the checkpoint's)",
     )
+    add(
+        "--quantize",
+        choices=("nvfp4",),
+        help="quantize a bf16, fp16 or float32 target while building: W4A16, weights rounded to "
+        "nearest; embeddings, head and routers stay as they are",
+    )
+    add("--quantize-drafter", choices=("nvfp4",), help="likewise, the drafter")
     add("--page-size", type=int, metavar="P", help="tokens per KV page (default: 16)")
     add(
         "--kv-tokens",

@@ -3,14 +3,15 @@
 import logging
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from trtree.build import models, text_files
-from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config
+from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config, speculators
 from trtree.build.checkpoint.dflash_config import DrafterConfig
+from trtree.build.checkpoint.patterns import matcher, prediction_layers
 from trtree.build.engine_dir import (
     GENERATION_CONFIG,
     TOKENIZER,
@@ -27,10 +28,13 @@ from trtree.build.models.qwen3 import Qwen3Config
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError
+from trtree.build.quantization_record import quantization_record, warn_of_differences
 from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, SourceWithWeights
 
 log = logging.getLogger(__name__)
 
+# A drafter's layers are Qwen3's.
+_DRAFTER_BIASED = models.FAMILIES["Qwen3ForCausalLM"].biased
 # What a checkpoint may bring beside weights that generation needs.
 _TOKENIZER_FILES = (text_files.TOKENIZER_FILE, text_files.TOKENIZER_CONFIG, "chat_template.jinja")
 
@@ -54,6 +58,15 @@ class EngineDescription:
         """What NVFP4 linears round their inputs to; "none" if there are none."""
         found = {w.activations for w in self.weights.stored.values() if w.activations}
         return "+".join(sorted(found)) or "none"
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """By owner, how its checkpoint is quantized; see ``quantization_record``."""
+        dtype = self.networks["target"].dtype
+        stored = self.weights.stored.values()
+        return {
+            owner: quantization_record(self.source, owner, stored, dtype) for owner in self.owners()
+        }
 
     def owners(self) -> list[Owner]:
         return ["target", "drafter"] if self.drafter else ["target"]
@@ -88,19 +101,18 @@ def describe(options: BuildOptions) -> EngineDescription:
         CheckpointError, NetworkError, OptionError: one line that names the file, tensor
             or option at fault.
     """
-    target = Checkpoint.open(options.checkpoint)
-    source = CheckpointSource(target, None, options.activations)
+    source = CheckpointSource.open(options)
     drafter = None
-    if options.drafter:
-        source = replace(source, drafter=Checkpoint.open(options.drafter))
-        drafter = dflash_config.read_drafter(source.checkpoint("drafter"))
+    if source.drafter:
+        drafter = dflash_config.read_drafter(source.drafter)
+        speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
     for owner in description.owners():
         _check_coverage(description, owner, source.checkpoint(owner))
         _check_biases(description, owner)
     vocab_size = description.target.vocab_size
     text_files.check_tokenizer(options.checkpoint, vocab_size)
-    text_files.generation_config(options.checkpoint, target.config, vocab_size)
+    text_files.generation_config(options.checkpoint, source.target.config, vocab_size)
     return description
 
 
@@ -109,7 +121,7 @@ def plan(options: BuildOptions) -> EngineDescription:
 
     Raises: as ``describe``.
     """
-    source = ConfigSource.open(options.checkpoint, options.drafter, options.activations)
+    source = ConfigSource.open(options)
     drafter = None
     if options.drafter:
         file = options.drafter / "config.json"
@@ -181,6 +193,8 @@ def write(
         progress: told the weight bytes written since it was last called.
     """
     options, source = description.options, description.source
+    for owner, record in description.quantization.items():
+        warn_of_differences(record, owner)
     if not isinstance(source, SourceWithWeights):
         raise TypeError("a description made by plan() has no weights to write")
     with writing(options.output, force=force) as out:
@@ -266,19 +280,30 @@ def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Ch
         if weight.owner == owner
         for module in weight.modules
     }
+    left_out = prediction_layers(checkpoint.config)
+    for pattern in left_out:
+        expression = matcher([pattern])
+        if count := sum(expression.fullmatch(name) is not None for name in checkpoint.names()):
+            log.info("%s: %d tensors of a prediction layer are left out", pattern, count)
     # A tied head that a checkpoint stores all the same is the embedding again.
-    tied = owner == "target" and description.target.tie_word_embeddings
-    checkpoint.check_coverage(modules, ["lm_head.weight"] if tied else [])
+    if owner == "drafter":
+        ignored = speculators.ignored_tensors(checkpoint)
+    else:
+        ignored = ["lm_head.weight"] if description.target.tie_word_embeddings else []
+    checkpoint.check_coverage(modules, [*left_out, *ignored])
 
 
 def _check_biases(description: EngineDescription, owner: Owner) -> None:
-    """``attention_bias`` says whether q, k, v and o have biases; no other linear has one."""
-    stated = bool(description.source.config(owner).get("attention_bias"))
+    """``attention_bias`` says whether attention's linears have biases (which of them, the
+    family says); no other linear has one."""
+    config = description.source.config(owner)
+    stated = bool(config.get("attention_bias"))
+    biased = models.family_of(config).biased if owner == "target" else _DRAFTER_BIASED
     for weight in description.weights.stored.values():
         if weight.owner != owner or len(weight.shape) == 1:
             continue
         for module in weight.modules:
-            expected = stated and ".self_attn." in module
+            expected = stated and ".self_attn." in module and module.endswith(biased)
             if weight.has_bias != expected:
                 found = "is there" if weight.has_bias else "is missing"
                 raise CheckpointError(
@@ -307,6 +332,7 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
         "pretrained_config": dict(description.source.config("target")),
         "build_config": {
             "activations": description.activations,
+            "quantization": description.quantization,
             "dtype": description.networks["target"].dtype,
             "page_size": options.page_size,
             "num_pages": options.num_pages,

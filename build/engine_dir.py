@@ -9,6 +9,7 @@ the machine it was measured on.
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -144,6 +145,42 @@ class EngineDir:
     def generation_config(self) -> dict[str, Any]:
         """Default stop ids and sampling defaults."""
         return self._json(GENERATION_CONFIG) or {}
+
+    def calibration(self) -> dict[str, Any]:
+        """What was measured of this engine, by whatever machine; empty before that.
+
+        Raises:
+            EngineDirError: the file is no JSON object.
+        """
+        file = self.path / CALIBRATION
+        try:
+            data = json.loads(file.read_text()) if file.is_file() else {}
+        except (ValueError, RecursionError):
+            data = None
+        if not isinstance(data, dict):
+            raise EngineDirError(f"{file}: not a calibration; delete it and calibrate again")
+        return data
+
+    def write_calibration(self, data: Mapping[str, Any]) -> Path:
+        """Replace the calibration, whole or not at all; returns its file.
+
+        Raises:
+            EngineDirError: it cannot be written.
+        """
+        file = self.path / CALIBRATION
+        staging = file.with_name(f".{CALIBRATION}.{os.getpid()}")
+        try:
+            staging.write_text(json.dumps(data, indent=1) + "\n")
+            staging.replace(file)
+        except OSError as error:
+            raise EngineDirError(f"{file}: cannot write: {error.strerror or error}") from None
+        finally:
+            staging.unlink(missing_ok=True)
+        return file
+
+    def fingerprint(self) -> str:
+        """Of the engine, its calibration aside: the manifest's hash, which has all others in it."""
+        return sha256(self.path / MANIFEST)
 
     @property
     def tokenizer_path(self) -> Path:

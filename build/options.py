@@ -37,6 +37,8 @@ class BuildOptions:
     top_k: int | None = None  # ranks per depth; default: as many as the budget can use
     block_size: int | None = None  # default: the drafter's
     activations: Activations | None = None  # default: the checkpoint's
+    quantize: Literal["nvfp4"] | None = None  # the target's linears, at build time
+    quantize_drafter: Literal["nvfp4"] | None = None
     page_size: int = 16
     kv_tokens: int = 8192
     max_batch_size: int = 8
@@ -68,6 +70,8 @@ class BuildOptions:
                 _at_least(name, getattr(self, name), least)
         _one_of("tree", self.tree, ("dynamic", "static"))
         _one_of("activations", self.activations, (None, "nvfp4", "bf16", "float32"))
+        _one_of("quantize", self.quantize, (None, "nvfp4"))
+        _one_of("quantize_drafter", self.quantize_drafter, (None, "nvfp4"))
         _one_of("backend", self.backend, BACKENDS)
         for sm in self.sm:
             _at_least("sm", sm, 1)

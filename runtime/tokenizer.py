@@ -23,14 +23,26 @@ class Tokenizer:
             self._tokenizer = HfTokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more specific
             raise EngineDirError(f"{file}: not a tokenizer: {error}") from None
+        self._texts: dict[int, str] = {}
 
     def encode(self, text: str) -> list[int]:
         """Token ids; white space is kept, special tokens in the text are recognised."""
-        return list(self._tokenizer.encode(text).ids)
+        # The batch call lets other threads run meanwhile; a long prompt takes seconds.
+        (encoding,) = self._tokenizer.encode_batch([text])
+        return list(encoding.ids)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text, special tokens left out."""
         return str(self._tokenizer.decode(token_ids))
+
+    def token_text(self, token_id: int) -> str:
+        """A token's own text, as the vocabulary writes it where it is part of a character."""
+        if token_id not in self._texts:
+            text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+            if _INCOMPLETE in text:
+                text = str(self._tokenizer.id_to_token(token_id))
+            self._texts[token_id] = text
+        return self._texts[token_id]
 
     def stream(self) -> "TextStream":
         return TextStream(self)

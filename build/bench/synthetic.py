@@ -8,11 +8,13 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from trtree.build.checkpoint.quantization import QuantizationConfig, read_json, read_quantization
+from trtree.build.checkpoint.json_file import read_json
+from trtree.build.checkpoint.quantization import read_quantization
+from trtree.build.checkpoint.scheme import QuantizationConfig
 from trtree.build.checkpoint.write import DEFAULT_INPUT_SCALE, write_checkpoint
 from trtree.build.models import family_of
 from trtree.build.network.graph import Graph, WeightInfo
-from trtree.build.network.network import Owner, Weight
+from trtree.build.network.network import Owner, Weight, tensor_name
 from trtree.plugins.nvfp4_linear.format import BLOCK
 
 SHARD_BYTES = 2 << 30
@@ -50,9 +52,11 @@ class _Shapes:
 
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         plain = len(implied) == 1 or module.endswith(("embed_tokens", "lm_head"))
-        if plain or self._quantization is None or self._quantization.is_excluded(module):
+        quantization = self._quantization
+        activations = quantization.activations_of(module) if quantization else None
+        if plain or activations is None:
             return WeightInfo("dense", implied, "bfloat16")
-        return WeightInfo("nvfp4", implied, "nvfp4", False, self._quantization.activations)
+        return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
 
 
 def _tensors(
@@ -70,10 +74,11 @@ def _tensors(
 def _module(
     module: str, size: int, weight: Weight, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    shape = (size, *weight.shape[1:])
-    if len(shape) == 1:
-        yield f"{module}.weight", torch.ones(shape, dtype=torch.bfloat16)
-    elif weight.kind == "dense":
+    if len(weight.shape) == 1:
+        yield tensor_name(module), torch.ones(size, dtype=torch.bfloat16)
+        return
+    shape = (size, weight.shape[-1])
+    if weight.kind == "dense":
         yield f"{module}.weight", _normal(shape, generator)
     else:
         rows, k = shape

@@ -18,7 +18,14 @@ import torch
 from trtree.build.engine_dir import EngineDirWriter, plan_file, weights_file
 from trtree.build.lowering.shard import TILE, WHOLE, Shard, segment_bounds
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader
-from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
+from trtree.build.network.network import (
+    Network,
+    NetworkError,
+    Op,
+    Owner,
+    Weight,
+    tensor_name,
+)
 from trtree.plugins.dense_linear import cpu as dense_cpu
 from trtree.plugins.nvfp4_linear import cpu as nvfp4_cpu
 from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
@@ -90,6 +97,7 @@ def make_plan(
         "weights": list(plan.weights.values()),
         "states": list(plan.states.values()),
         "ropes": list(plan.ropes.values()),
+        "routings": plan.routings,
     }
 
 
@@ -99,17 +107,21 @@ def make_plan(
 def _write_weight(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": weight.name,
-        "out_features": weight.shape[0],
-        "in_features": 0 if len(weight.shape) == 1 else weight.shape[1],
+        "out_features": weight.num_rows // (weight.experts or 1),
+        "in_features": 0 if len(weight.shape) == 1 else weight.shape[-1],
         "dtype": "float32",
         "global_scale": 0.0,
         "input_scale": 0.0,
+        "experts": weight.experts,
+        "expert_scales": [],
         "segments": [],
         "bias_offset": -1,
     }
     if len(weight.shape) == 1:
-        values = checkpoint.tensor(f"{weight.modules[0]}.weight").float()
+        values = checkpoint.tensor(tensor_name(weight.modules[0])).float()
         return entry | {"kind": "vector"} | _append(file, values.numpy())
+    if weight.experts:
+        return entry | _write_experts(file, weight, checkpoint)
     linear = checkpoint.linear(weight.modules)
     if isinstance(linear.weight, QuantizedTensor):
         entry |= {"kind": "nvfp4", "global_scale": float(linear.weight.global_scale)}
@@ -122,6 +134,25 @@ def _write_weight(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> d
         entry["bias_offset"] = _append(file, linear.bias.float().numpy())["offset"]
     bounds = linear.segment_bounds or segment_bounds(-(-weight.shape[1] // BLOCK))
     return entry | {"segments": list(bounds)}
+
+
+def _write_experts(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
+    """One expert in memory at a time; their packed weights follow one another."""
+    entry: dict[str, Any] = {"segments": list(segment_bounds(-(-weight.shape[-1] // BLOCK)))}
+    scales, input_scales, places = [], [], []
+    for expert in range(weight.experts):
+        linear = checkpoint.linear(weight.modules_of(expert))
+        if isinstance(linear.weight, QuantizedTensor):
+            scales.append(float(linear.weight.global_scale))
+            input_scales.append(_input_scale(weight, linear.input_scale))
+            places.append(_append(file, nvfp4_cpu.pack(linear.weight)))
+        else:
+            places.append(_append(file, dense_cpu.pack(linear.weight)))
+    entry |= {"offset": places[0]["offset"], "bytes": sum(place["bytes"] for place in places)}
+    if scales:
+        kind = {"kind": "nvfp4", "expert_scales": scales, "input_scale": max(input_scales)}
+        return entry | kind
+    return entry | {"kind": "dense", "dtype": weight.dtype}
 
 
 def _input_scale(weight: Weight, stored: torch.Tensor | None) -> float:
@@ -143,14 +174,15 @@ def _append(file: BinaryIO, data: np.ndarray[Any, Any]) -> dict[str, int]:
 
 
 def _packed_bytes(weight: Weight) -> int:
-    bias = 4 * weight.shape[0] if weight.has_bias else 0
     if len(weight.shape) == 1:
         return 4 * weight.shape[0]
+    bias = 4 * weight.shape[0] if weight.has_bias else 0
+    rows, k = weight.shape[-2:]
     if weight.kind == "nvfp4":
-        return bias + nvfp4_cpu.packed_size(weight.shape[0], weight.shape[1])
-    return bias + dense_cpu.packed_size(
-        weight.shape[0], weight.shape[1], getattr(torch, weight.dtype)
-    )
+        one = nvfp4_cpu.packed_size(rows, k)
+    else:
+        one = dense_cpu.packed_size(rows, k, getattr(torch, weight.dtype))
+    return bias + one * (weight.experts or 1)
 
 
 # Networks
@@ -165,6 +197,7 @@ class _Plan:
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     ropes: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    routings: list[dict[str, Any]] = field(default_factory=list)
 
     def weight(self, name: str) -> int:
         if name not in self.weights:
@@ -195,13 +228,20 @@ class _Plan:
         self.ropes.setdefault(key, table)
         return list(self.ropes).index(key)
 
+    def routing(self, op: Op) -> int:
+        table = {**op.attrs, "sigmoid": op.attrs["scores"] == "sigmoid"}
+        del table["scores"]
+        if table not in self.routings:
+            self.routings.append(table)
+        return self.routings.index(table)
+
 
 def _view_entry(
     name: str, view: View, stored: Mapping[str, Weight], entries: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """The plan entry of a weight that is rows of a stored one: whole tiles of its bytes."""
     outer = entries[view.stored]
-    rows = stored[view.stored].shape[0]
+    rows = stored[view.stored].num_rows
     if view.num_rows == rows:
         return {**outer, "name": name}
     end = view.first_row + view.num_rows
@@ -331,6 +371,7 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
         "weight": -1,
         "state": -1,
         "rope": -1,
+        "routing": -1,
         "heads": 1,
         "scale": 1.0,
         "eps": 0.0,
@@ -348,6 +389,10 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
         lowered["heads"] = int(shape[1])
     if op.kind == "rms_norm":
         lowered["eps"] = op.attrs["eps"]
+    elif op.kind == "route":
+        lowered["routing"] = plan.routing(op)
+    elif op.kind == "experts_up":
+        lowered["heads"] = op.attrs["slots"]
     elif op.kind == "rotary_embedding":
         lowered["rope"] = plan.rope(network, op)
     elif op.kind == "tree_attention":

@@ -100,6 +100,10 @@ def shard_networks(
             f"tp {shard.size}: linears are reduced in {SEGMENTS} segments, which do not divide "
             f"among {shard.size} ranks; use 2, 4 or 8"
         )
+    for network in networks.values():
+        for op in network.ops:
+            if op.kind in ("experts_up", "experts_down"):
+                raise NetworkError(f"tp {shard.size}: {op.name}: experts run on one rank so far")
     local = {name: _NetworkShard(network, shard).network for name, network in networks.items()}
     plan = WeightPlan({}, {})
     parts: dict[tuple[Owner, tuple[str, ...]], _Part] = {}
@@ -230,7 +234,12 @@ class _PartReader:
     shard: Shard
 
     def tensor(self, tensor_name: str) -> torch.Tensor:
-        return self.checkpoint.tensor(tensor_name)
+        whole = self.checkpoint.tensor(tensor_name)
+        # Vectors that ranks divide, such as input scales, are named by their tensors.
+        part = self.parts.get((self.owner, (tensor_name,)))
+        if part is None or part.rows is None:
+            return whole
+        return torch.cat([whole[r.start : r.stop] for r in part.rows])
 
     def linear(self, modules: Sequence[str]) -> LinearWeight:
         linear = self.checkpoint.linear(modules)
@@ -283,8 +292,8 @@ def _indexed(scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 # Ops that run on a rank's own heads or features as they do on all of them.
 _ON_PARTS = frozenset(
-    {"kv_append", "linear", "reshape", "rms_norm", "rotary_embedding", "silu_mul", "split"}
-    | {"tree_attention"}
+    {"kv_append", "linear", "reshape", "rms_norm", "rotary_embedding", "scale", "silu_mul"}
+    | {"split", "tree_attention"}
 )
 
 

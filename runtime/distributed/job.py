@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trtree import _core
 from trtree._core import distributed
-from trtree.build.engine_dir import MANIFEST, EngineDir
+from trtree.build.engine_dir import MANIFEST, EngineDir, EngineDirError
 from trtree.runtime.distributed.agreement import agree
 from trtree.runtime.distributed.health import Heartbeats
 from trtree.runtime.distributed.layout import JobError, Layout
@@ -134,6 +134,7 @@ def open_job(
     tp: int | None = None,
     dp: int | None = None,
     executor_config: MakeConfig = executor_config,
+    prepare: Callable[[], None] = lambda: None,
     num_threads: int | None = None,
     start_timeout: float = START_TIMEOUT,
 ) -> Iterator[Job]:
@@ -143,6 +144,8 @@ def open_job(
         tp: ranks of an engine; must be what it was built for. dp: replicas. Their product
             must be the number of ranks; by default there are as many replicas as fit.
         executor_config: makes each executor's configuration.
+        prepare: called on rank 0 before any weights are loaded; its ValueError or OSError
+            ends the job as a JobError.
         num_threads: of the CPU engine on each rank; default: the processors this process
             may use, divided by the ranks that share them.
         start_timeout: seconds until a rank that does not come up ends the job.
@@ -153,10 +156,11 @@ def open_job(
     """
     world = World.connect(start_timeout)
     if world is None:
+        prepare()
         job = _single(directory, tp, dp, executor_config, num_threads)
     else:
         world.guard()
-        job = _start(world, directory, tp, dp, executor_config, num_threads, start_timeout)
+        job = _start(world, directory, tp, dp, executor_config, prepare, num_threads, start_timeout)
     try:
         yield job
     finally:
@@ -173,7 +177,13 @@ def _single(
     engine_dir = EngineDir.open(directory, verify=False)
     layout = _layout(engine_dir, 1, tp, dp)
     engine_dir.verify()
-    engine = load_engine(engine_dir, num_threads=num_threads)
+    try:
+        engine = load_engine(engine_dir, num_threads=num_threads)
+    except EngineDirError:
+        raise
+    except (RuntimeError, MemoryError, ValueError) as error:
+        reason = str(error) or "out of memory"
+        raise EngineDirError(f"{directory}: the engine cannot be loaded: {reason}") from None
     return Job(engine_dir, layout, engine, make_config(engine_dir))
 
 
@@ -183,6 +193,7 @@ def _start(
     tp: int | None,
     dp: int | None,
     make_config: MakeConfig,
+    prepare: Callable[[], None],
     num_threads: int | None,
     timeout: float,
 ) -> Job:
@@ -193,6 +204,8 @@ def _start(
         engine_dir = EngineDir.open(directory, verify=False)
         layout = _layout(engine_dir, world.size, tp, dp)
         config = make_config(engine_dir)
+        if world.rank == 0:
+            prepare()
         manifest = hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()[:16]
     except (ValueError, OSError) as found:
         error = found

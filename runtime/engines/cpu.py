@@ -51,6 +51,7 @@ def _plan(engine: EngineDir, rank: int) -> cpu.Plan:
     plan.weights = [_fill(cpu.PlanWeight(), w, kind=cpu.WeightKind) for w in data["weights"]]
     plan.states = [_fill(cpu.PlanState(), state) for state in data["states"]]
     plan.ropes = [_fill(cpu.PlanRope(), rope) for rope in data["ropes"]]
+    plan.routings = [_fill(cpu.PlanRouting(), routing) for routing in data["routings"]]
     return plan
 
 

@@ -1,6 +1,7 @@
 """Engine directories built with TensorRT-RTX on this machine, and what is refused."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from engines import ROOT, build_demo, random_checkpoint, tiny_config
+from random_moe import glm4_moe_config, qwen3_moe_config
 from trtree.build import builder
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.hardware import Hardware
@@ -96,6 +98,29 @@ def test_sizes(build: Build, max_batch_size: int, max_seq_len: int, budget: int)
         tree_budget=budget,
         max_tree_budget=budget,
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "algorithm", "ranks"),
+    [
+        (qwen3_moe_config(decoder_sparse_step=1), "NVFP4", 1),
+        (glm4_moe_config(moe_intermediate_size=64), "NVFP4", 2),
+        (glm4_moe_config(), "W4A16_NVFP4", 1),
+        (qwen3_moe_config(), None, 1),
+    ],
+    ids=["qwen3-w4a4", "glm-w4a4-two-ranks", "glm-w4a16", "qwen3-bf16"],
+)
+def test_experts(tmp_path: Path, config: dict[str, Any], algorithm: str | None, ranks: int) -> None:
+    """Experts as batched products: FP4 weights stay FP4 at run time where activations are."""
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", config, algorithm=algorithm)
+    options = BuildOptions(
+        checkpoint=checkpoint, output=tmp_path / "engine", backend=RTX, max_seq_len=64, tp=ranks
+    )
+    path = builder.write(builder.describe(options))
+    for entry in entries(path).values():
+        assert bool(entry["weight_rewrites"]) == (algorithm == "W4A16_NVFP4")
+        assert entry["attention_kernels"]
+    assert len(entries(path)) == ranks
 
 
 def test_two_ranks(build: Build) -> None:
@@ -260,8 +285,33 @@ def test_plans_of_real_models() -> None:
     two = plan("qwen3_32b_nvfp4", tp=2)
     assert two["KV, 8 requests of 8256 slots"] == "8.06 GiB"
     assert plan("qwen3_32b_nvfp4", kv_tokens=2**20, max_batch_size=32)["left"].startswith("none: ")
-    with pytest.raises(NetworkError, match="'Qwen3MoeForCausalLM' is not supported"):
-        plan("qwen3_235b_a22b_nvfp4")
+
+
+def test_plans_of_models_with_experts() -> None:
+    """Qwen3-235B-A22B: 94 layers of 71.3e6 weights in attention and 128 experts of 18.9e6, of
+    4.5 bits, 94 routers of 0.52e6 in float32 and twice 0.62e9 in bf16 are 134.2e9 bytes."""
+    whole = plan("qwen3_235b_a22b_nvfp4", max_batch_size=1)
+    assert whole["target weights"] == "124.98 GiB"
+    assert whole["left"].startswith("none: ")
+    assert whole["experts per layer, 1 row"] == (
+        "8 of 128 needed, all are read: 16.0 times as much"
+    )
+    quarter = plan("qwen3_235b_a22b_nvfp4", max_batch_size=1, tp=4)
+    assert quarter["target weights"] == "32.26 GiB"
+    assert float(quarter["left"].split()[0]) > 40
+    with pytest.raises(NetworkError, match=r"self_attn.kv: 4 does not divide among 8 ranks"):
+        plan("qwen3_235b_a22b_nvfp4", tp=8)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    # In total, and without the prediction layer, which takes 2.2e9 of GLM-4.5-Air's 110e9.
+    [("qwen3_30b_a3b", 30.5), ("glm_4.5_air", 106.9), ("glm_4.6", 352.8), ("glm_4.7", 352.8)],
+)
+def test_weights_of_published_models(model: str, billions: float) -> None:
+    options = BuildOptions(checkpoint=ROOT / "configs" / "models" / f"{model}_nvfp4")
+    weights = builder.plan(options).weights.stored.values()
+    assert sum(math.prod(w.shape) for w in weights) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 def test_hardware_files(tmp_path: Path) -> None:

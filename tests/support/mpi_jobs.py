@@ -16,7 +16,7 @@ import psutil
 
 DRIVER = Path(__file__).parent / "job_driver.py"
 # Open MPI's launcher refuses root and more ranks than cores unless told; MPICH's ignores these.
-_ENVIRONMENT = {
+LAUNCHER_ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -24,21 +24,26 @@ _ENVIRONMENT = {
 }
 
 
+def mpirun() -> str:
+    """The launcher beside this Python, or else on the path."""
+    beside = Path(sys.executable).parent
+    launcher = shutil.which("mpirun", path=f"{beside}:{os.environ['PATH']}")
+    assert launcher, "mpirun is missing; pip install mpich"
+    return launcher
+
+
 class RunningJob:
     """A job under mpirun. Leaves no process and no shared memory of its own behind."""
 
     def __init__(self, ranks: int, engine: Path, action: str, *options: str) -> None:
-        beside = Path(sys.executable).parent
-        launcher = shutil.which("mpirun", path=f"{beside}:{os.environ['PATH']}")
-        assert launcher, "mpirun is missing; pip install 'trtree[mpi]'"
-        command = [launcher, "-n", str(ranks), sys.executable, str(DRIVER), str(engine), action]
+        command = [mpirun(), "-n", str(ranks), sys.executable, str(DRIVER), str(engine), action]
         self._shared: set[Path] = set()
         self.process = subprocess.Popen(
             [*command, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | _ENVIRONMENT,
+            env=os.environ | LAUNCHER_ENVIRONMENT,
             start_new_session=True,
         )
 

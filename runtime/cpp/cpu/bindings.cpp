@@ -24,11 +24,15 @@ void bind_plan(nb::module_& m) {
       .value("argmax", OpKind::kArgmax)
       .value("concat", OpKind::kConcat)
       .value("embedding", OpKind::kEmbedding)
+      .value("experts_down", OpKind::kExpertsDown)
+      .value("experts_up", OpKind::kExpertsUp)
       .value("gather_rows", OpKind::kGatherRows)
       .value("kv_append", OpKind::kKvAppend)
       .value("linear", OpKind::kLinear)
       .value("rms_norm", OpKind::kRmsNorm)
       .value("rotary_embedding", OpKind::kRotaryEmbedding)
+      .value("route", OpKind::kRoute)
+      .value("scale", OpKind::kScale)
       .value("silu_mul", OpKind::kSiluMul)
       .value("top_k_log_probs", OpKind::kTopKLogProbs)
       .value("tree_attention", OpKind::kTreeAttention);
@@ -55,6 +59,7 @@ void bind_plan(nb::module_& m) {
       .def_rw("weight", &PlanOp::weight)
       .def_rw("state", &PlanOp::state)
       .def_rw("rope", &PlanOp::rope)
+      .def_rw("routing", &PlanOp::routing)
       .def_rw("heads", &PlanOp::heads)
       .def_rw("scale", &PlanOp::scale)
       .def_rw("eps", &PlanOp::eps)
@@ -83,6 +88,8 @@ void bind_plan(nb::module_& m) {
       .def_rw("dtype", &PlanWeight::dtype)
       .def_rw("global_scale", &PlanWeight::global_scale)
       .def_rw("input_scale", &PlanWeight::input_scale)
+      .def_rw("experts", &PlanWeight::experts)
+      .def_rw("expert_scales", &PlanWeight::expert_scales)
       .def_rw("segments", &PlanWeight::segments);
   nb::class_<PlanState>(m, "PlanState")
       .def(nb::init<>())
@@ -94,6 +101,15 @@ void bind_plan(nb::module_& m) {
       .def_rw("inv_freq", &PlanRope::inv_freq)
       .def_rw("scaling", &PlanRope::scaling)
       .def_rw("interleaved", &PlanRope::interleaved);
+  nb::class_<moe::Routing>(m, "PlanRouting")
+      .def(nb::init<>())
+      .def_rw("experts", &moe::Routing::experts)
+      .def_rw("top_k", &moe::Routing::top_k)
+      .def_rw("sigmoid", &moe::Routing::sigmoid)
+      .def_rw("normalize", &moe::Routing::normalize)
+      .def_rw("scale", &moe::Routing::scale)
+      .def_rw("groups", &moe::Routing::groups)
+      .def_rw("top_groups", &moe::Routing::top_groups);
   nb::class_<Plan>(m, "Plan")
       .def(nb::init<>())
       .def_rw("directory", &Plan::directory)
@@ -102,7 +118,8 @@ void bind_plan(nb::module_& m) {
       .def_rw("networks", &Plan::networks)
       .def_rw("weights", &Plan::weights)
       .def_rw("states", &Plan::states)
-      .def_rw("ropes", &Plan::ropes);
+      .def_rw("ropes", &Plan::ropes)
+      .def_rw("routings", &Plan::routings);
 }
 
 // Collectives whose exchange is a Python function: for ranks that are threads, or any

@@ -30,6 +30,8 @@ struct Arity {
 Arity arity(OpKind kind) {
   switch (kind) {
     case OpKind::kAdd:
+    case OpKind::kExpertsDown:
+    case OpKind::kExpertsUp:
     case OpKind::kSiluMul:
       return {2, 1};
     case OpKind::kArgmax:
@@ -45,6 +47,8 @@ Arity arity(OpKind kind) {
     case OpKind::kLinear:
     case OpKind::kRmsNorm:
     case OpKind::kRotaryEmbedding:
+    case OpKind::kRoute:
+    case OpKind::kScale:
     case OpKind::kTreeAttention:
       break;
   }
@@ -61,13 +65,55 @@ void check_weight_use(const Plan& plan, const PlanOp& op, const std::string& whe
         where, "a norm of " + to_string(weight.out_features) + " over " + to_string(in));
     return;
   }
+  if (op.kind == OpKind::kScale) {
+    require(weight.kind == WeightKind::kVector && weight.out_features == in, where,
+            "a vector of " + to_string(weight.out_features) + " over " + to_string(in));
+    return;
+  }
   require(weight.kind != WeightKind::kVector, where, "a vector where a matrix is needed");
+  require(weight.experts == 0, where, "experts where one matrix is needed");
   const bool table = op.kind == OpKind::kEmbedding;
   require(table ? weight.in_features == out && weight.kind == WeightKind::kDense
                 : weight.in_features == in && weight.out_features == out,
           where,
           "weight [" + to_string(weight.out_features) + ", " + to_string(weight.in_features) +
               "] between widths " + to_string(in) + " and " + to_string(out));
+}
+
+void check_route(const Plan& plan, const PlanOp& op, const std::string& where, int64_t width) {
+  check_index(op.routing, plan.routings, where, "routing");
+  plan.routings[op.routing].check();
+  require(plan.routings[op.routing].experts == width, where,
+          to_string(width) + " logits for " + to_string(plan.routings[op.routing].experts) +
+              " experts");
+  if (op.weight == -1) return;
+  check_index(op.weight, plan.weights, where, "weight");
+  const PlanWeight& bias = plan.weights[op.weight];
+  require(bias.kind == WeightKind::kVector && bias.out_features == width, where,
+          "a bias of " + to_string(bias.out_features));
+}
+
+// inputs: x or h, and the weights of each expert.
+void check_experts(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
+                   const std::string& where) {
+  check_index(op.weight, plan.weights, where, "weight");
+  const PlanWeight& weight = plan.weights[op.weight];
+  const bool up = op.kind == OpKind::kExpertsUp;
+  const PlanTensor& in = network.tensors[op.inputs[0]];
+  const PlanTensor& out = network.tensors[op.outputs[0]];
+  const PlanTensor& slots = up ? out : in;
+  require(weight.experts > 0 && network.tensors[op.inputs[1]].width == weight.experts, where,
+          to_string(weight.experts) + " experts, weights of " +
+              to_string(network.tensors[op.inputs[1]].width));
+  require(op.heads > 0 && slots.stride == slots.width, where,
+          "its slots do not stand one after another");
+  const int64_t in_features = up ? in.width : in.width / op.heads;
+  const int64_t out_features = up ? 2 * (out.width / op.heads) : out.width;
+  require(slots.width % op.heads == 0 && weight.in_features == in_features &&
+              weight.out_features == out_features,
+          where,
+          "experts [" + to_string(weight.out_features) + ", " + to_string(weight.in_features) +
+              "] between widths " + to_string(in.width) + " and " + to_string(out.width));
 }
 
 void check_state_use(const Plan& plan, const PlanOp& op, const std::string& where, int64_t in) {
@@ -106,10 +152,18 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
     case OpKind::kEmbedding:
     case OpKind::kLinear:
     case OpKind::kRmsNorm:
+    case OpKind::kScale:
       check_weight_use(plan, op, where, in, out);
       break;
     case OpKind::kAllGather:
       check_gather(plan, op, where, in, out);
+      break;
+    case OpKind::kExpertsDown:
+    case OpKind::kExpertsUp:
+      check_experts(plan, network, op, where);
+      return;
+    case OpKind::kRoute:
+      check_route(plan, op, where, in);
       break;
     case OpKind::kKvAppend:
       require(total == 2 * in, where, "keys and values differ in width");
@@ -169,6 +223,12 @@ void check_plan(const Plan& plan) {
     require(weight.kind != WeightKind::kVector || weight.bytes == 4 * weight.out_features,
             weight.name,
             to_string(weight.bytes) + " bytes for a vector of " + to_string(weight.out_features));
+    require(
+        weight.experts >= 0 && (weight.kind != WeightKind::kNvfp4 ||
+                                weight.expert_scales.size() == static_cast<size_t>(weight.experts)),
+        weight.name,
+        to_string(weight.expert_scales.size()) + " scales for " + to_string(weight.experts) +
+            " experts");
   }
   const auto target = plan.networks.find("target");
   require(target != plan.networks.end() && target->second.logits != -1, "target", "missing");

@@ -92,6 +92,7 @@ def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     [
         ("NVFP4", False, False),
         ("W4A16_NVFP4", True, True),
+        ("NVFP4_AWQ", False, True),
         (None, False, True),
         (None, True, False),
     ],
