@@ -77,6 +77,11 @@ def _calibration(description: builder.EngineDescription) -> Any:
     options = description.options
     if description.drafter is None:
         raise OptionError("tree static needs a drafter; pass --drafter")
+    if options.tp > 1:
+        raise OptionError(
+            f"tree static: calibration decodes on one rank, and tp is {options.tp}; use tree "
+            "dynamic, or build with --tp 1"
+        )
     if options.calibration_prompts is None:
         raise OptionError("tree static needs --calibration-prompts: text to decode, one a line")
     texts = read_prompts(options.calibration_prompts)
