@@ -8,8 +8,7 @@ fields. Weights are packed for the kernels (``plugins/nvfp4_linear/README.md``,
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ import torch
 from trtree.build.engine_dir import PLAN, EngineDirWriter, weights_file
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader
 from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
+from trtree.build.resumable import ResumableFile
 from trtree.plugins.dense_linear import cpu as dense_cpu
 from trtree.plugins.nvfp4_linear import cpu as nvfp4_cpu
 from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
@@ -39,19 +39,19 @@ def write_files(
     """Write every owner's packed weights and ``plan.json``."""
     entries: dict[str, dict[str, Any]] = {}
     for owner, checkpoint in checkpoints.items():
-        path = out.path / weights_file(owner, 0, SUFFIX)
-        entries |= write_weights(path, owner, weights, checkpoint, progress)
+        with out.resumable(weights_file(owner, 0, SUFFIX)) as file:
+            entries |= write_weights(file, owner, weights, checkpoint, progress)
     out.json(PLAN, make_plan(networks, weights, entries))
 
 
 def write_weights(
-    path: Path,
+    file: ResumableFile,
     owner: Owner,
     plan: WeightPlan,
     checkpoint: WeightReader,
     progress: Callable[[int], None],
 ) -> dict[str, dict[str, Any]]:
-    """Stream the owner's weights, packed, to one file.
+    """Stream the owner's weights, packed, to one file; those it has already are kept.
 
     Returns plan entries by weight name. ``progress`` is told the bytes after each weight.
 
@@ -59,12 +59,16 @@ def write_weights(
         NetworkError: a weight asks for activations that the kernels do not have.
     """
     entries = {}
-    with path.open("xb") as file:
-        for weight in plan.stored.values():
-            if weight.owner == owner:
-                start = file.tell()
-                entries[weight.name] = _write_weight(file, weight, checkpoint) | {"file": path.name}
-                progress(file.tell() - start)
+    for weight in plan.stored.values():
+        if weight.owner != owner:
+            continue
+        start = file.tell()
+        entry = file.done.get(weight.name)
+        if entry is None:
+            entry = _write_weight(file, weight, checkpoint) | {"file": file.name}
+            file.commit(weight.name, entry)
+        entries[weight.name] = entry
+        progress(file.tell() - start or entry["bytes"])
     return entries
 
 
@@ -90,7 +94,7 @@ def make_plan(
 # Weights
 
 
-def _write_weight(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
+def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": weight.name,
         "out_features": weight.shape[0],
@@ -129,7 +133,7 @@ def _input_scale(weight: Weight, stored: torch.Tensor | None) -> float:
     return float(stored)
 
 
-def _append(file: BinaryIO, data: np.ndarray[Any, Any]) -> dict[str, int]:
+def _append(file: ResumableFile, data: np.ndarray[Any, Any]) -> dict[str, int]:
     file.write(b"\0" * (-file.tell() % ALIGNMENT))
     offset = file.tell()
     file.write(np.ascontiguousarray(data).data)
