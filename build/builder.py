@@ -1,5 +1,7 @@
 """Checkpoint -> network -> engine directory."""
 
+import hashlib
+import json
 import logging
 import platform
 from collections.abc import Callable, Iterable
@@ -197,7 +199,8 @@ def write(
         warn_of_differences(record, owner)
     if not isinstance(source, SourceWithWeights):
         raise TypeError("a description made by plan() has no weights to write")
-    with writing(options.output, force=force) as out:
+    key = resume_key(description) if options.backend == "cpu" else None
+    with writing(options.output, force=force, key=key) as out:
         manifest = manifest_of(description) | _write_weights(out, description, source, progress)
         out.networks(description.networks)
         _write_text_files(out, description)
@@ -206,6 +209,19 @@ def write(
             out.json(TREE_TABLES, calibrate(out.path))
             out.finish(manifest)
     return options.output
+
+
+def resume_key(description: EngineDescription) -> str:
+    """Stands for the options, versions and checkpoint files that decide an engine's bytes."""
+    options = description.options
+    files = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+        for directory in (options.checkpoint, options.drafter)
+        for file in sorted(directory.glob("*") if directory else ())
+    ]
+    networks = {name: network.to_dict() for name, network in description.networks.items()}
+    facts = [repr(options), manifest_of(description)["builder"], files, networks]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]
 
 
 def _write_weights(
