@@ -186,12 +186,14 @@ def write(
     *,
     force: bool = False,
     calibrate: Callable[[Path], dict[str, Any]] | None = None,
+    add_files: Callable[[Path, dict[str, Any], dict[str, Any] | None], None] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """Write the engine directory and return its path.
 
     Args:
         calibrate: makes the static tree's tables from the otherwise finished directory.
+        add_files: told the directory, the manifest and the tables, adds files of its own.
         progress: told the weight bytes written since it was last called.
     """
     options, source = description.options, description.source
@@ -204,10 +206,14 @@ def write(
         manifest = manifest_of(description) | _write_weights(out, description, source, progress)
         out.networks(description.networks)
         _write_text_files(out, description)
-        out.finish(manifest)
+        tables = None
         if calibrate:
-            out.json(TREE_TABLES, calibrate(out.path))
             out.finish(manifest)
+            tables = calibrate(out.path)
+            out.json(TREE_TABLES, tables)
+        if add_files:
+            add_files(out.path, manifest, tables)
+        out.finish(manifest)
     return options.output
 
 
