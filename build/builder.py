@@ -1,5 +1,7 @@
 """Checkpoint -> network -> engine directory."""
 
+import hashlib
+import json
 import logging
 import platform
 from collections.abc import Callable, Iterable
@@ -197,12 +199,14 @@ def write(
     *,
     force: bool = False,
     calibrate: Callable[[Path], dict[str, Any]] | None = None,
+    add_files: Callable[[Path, dict[str, Any], dict[str, Any] | None], None] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """Write the engine directory and return its path.
 
     Args:
         calibrate: makes the static tree's tables from the otherwise finished directory.
+        add_files: told the directory, the manifest and the tables, adds files of its own.
         progress: told the weight bytes written since it was last called.
     """
     options, source = description.options, description.source
@@ -210,15 +214,33 @@ def write(
         warn_of_differences(record, owner)
     if not isinstance(source, SourceWithWeights):
         raise TypeError("a description made by plan() has no weights to write")
-    with writing(options.output, force=force) as out:
+    key = resume_key(description) if options.backend == "cpu" else None
+    with writing(options.output, force=force, key=key) as out:
         manifest = manifest_of(description) | _write_weights(out, description, source, progress)
         out.networks(description.networks)
         _write_text_files(out, description)
-        out.finish(manifest)
+        tables = None
         if calibrate:
-            out.json(TREE_TABLES, calibrate(out.path))
             out.finish(manifest)
+            tables = calibrate(out.path)
+            out.json(TREE_TABLES, tables)
+        if add_files:
+            add_files(out.path, manifest, tables)
+        out.finish(manifest)
     return options.output
+
+
+def resume_key(description: EngineDescription) -> str:
+    """Stands for the options, versions and checkpoint files that decide an engine's bytes."""
+    options = description.options
+    files = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+        for directory in (options.checkpoint, options.drafter)
+        for file in sorted(directory.glob("*") if directory else ())
+    ]
+    networks = {name: network.to_dict() for name, network in description.networks.items()}
+    facts = [repr(options), manifest_of(description)["builder"], files, networks]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]
 
 
 def _write_weights(

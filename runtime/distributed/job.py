@@ -88,7 +88,7 @@ class RankJob(Job):
         self.capabilities = part.capabilities()
         self.executors = []
         self._world = world
-        self._replica = replica
+        self.replica = replica
         self._part = part
         self._engine = replica.lead(part) if replica.rank == 0 else part
         self._config = config
@@ -102,11 +102,11 @@ class RankJob(Job):
     def work(self) -> None:
         if self.is_leader:
             super().work()
-        elif self._replica.rank == 0:
+        elif self.replica.rank == 0:
             serve_executor(self._control, Executor(self._engine, self._config))
-            self._replica.stop()
+            self.replica.stop()
         else:
-            self._replica.work(self._part)
+            self.replica.work(self._part)
         self._heartbeats.stop()
         self._world.release()
 
@@ -122,7 +122,7 @@ class RankJob(Job):
         for executor in self.executors:
             if isinstance(executor, RemoteExecutor):
                 executor.stop()
-        self._replica.stop()
+        self.replica.stop()
         self._heartbeats.stop()
         self._world.release()
 

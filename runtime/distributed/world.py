@@ -111,7 +111,8 @@ class World:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         traceback.print_exception(kind, error, trace)
-        self.abort(f"{kind.__name__}; ending the job")
+        if self._armed:
+            self.abort(f"{kind.__name__}; ending the job")
 
     def _on_exit(self) -> None:
         if self._armed:
@@ -153,7 +154,8 @@ class World:
             return value
 
         return distributed.MpiLibrary(
-            all_gather=address("MPI_Allgather"),
+            all_gather=address("MPI_Iallgather"),
+            test=address("MPI_Test"),
             send=address("MPI_Send"),
             communicator=mpi._handleof(comm),
             int32_type=mpi._handleof(mpi.INT32_T),

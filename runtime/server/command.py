@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
+from trtree._core import KvLayout
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.runtime.cli import integer, run_command, threads
 from trtree.runtime.distributed.job import Job, JobError, open_job
@@ -31,6 +32,7 @@ from trtree.runtime.service import Chunk, Service, Submission
 from trtree.runtime.session import RequestError
 from trtree.runtime.trace import TraceError, TraceWriter
 
+_log = logging.getLogger(__name__)
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "serve.yaml"
 ERRORS = (
     http.AddressError,
@@ -83,6 +85,8 @@ def _executor_config(engine: EngineDir, options: ServeOptions) -> ExecutorConfig
 
 
 def _lead(job: Job, options: ServeOptions, sock: socket.socket, api_key: str | None) -> int:
+    if options.prefix_cache and job.capabilities.kv_layout == KvLayout.CONTIGUOUS:
+        _log.info("prefix cache: off, as this engine's KV is contiguous")
     trace = TraceWriter(options.trace, options.engine) if options.trace else None
     service = Service(job.engine_dir, job.executors, round_log=trace)
 

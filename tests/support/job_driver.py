@@ -11,9 +11,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from trtree import _core
 from trtree.build.engine_dir import EngineDir, EngineDirError
+from trtree.runtime.distributed import job as job_module
 from trtree.runtime.distributed.job import ExecutorLike, Job, JobError, open_job
 from trtree.runtime.executor import (
     DecodingMode,
@@ -34,15 +37,19 @@ def main() -> int:
     parser.add_argument("--tp", type=int)
     parser.add_argument("--dp", type=int)
     parser.add_argument("--rank", type=int, default=1, help="who misbehaves")
+    parser.add_argument("--other-engine", type=Path, help="what that rank opens instead")
     parser.add_argument("--start-timeout", type=float, default=60)
     args = parser.parse_args()
     if args.action == "late" and _launched_rank() == args.rank:
         time.sleep(60)
     if args.action == "slow" and _launched_rank() == args.rank:
         EngineDir.verify = lambda *_: time.sleep(60)  # type: ignore[assignment, method-assign]
+    if args.action == "broken" and _launched_rank() == 0:
+        _break_part()
+    engine = args.other_engine if _launched_rank() == args.rank else None
     try:
         with open_job(
-            args.engine,
+            engine or args.engine,
             tp=args.tp,
             dp=args.dp,
             executor_config=_config,
@@ -121,6 +128,59 @@ def fail(job: Job, args: argparse.Namespace) -> None:
         job.work()
 
 
+def broken(job: Job, args: argparse.Namespace) -> None:
+    """Rank 0's part of the engine fails, while the others wait for its sums."""
+    generate(job, args)
+
+
+class BrokenPart(_core.Engine):
+    """An engine that fails in its third step."""
+
+    def __init__(self, part: _core.Engine) -> None:
+        super().__init__()
+        self._part = part
+        self._steps = 0
+
+    def capabilities(self) -> _core.Capabilities:
+        return self._part.capabilities()
+
+    def step(self, batch: _core.RowBatch) -> _core.StepResult:
+        self._steps += 1
+        if self._steps == 3:
+            raise RuntimeError("planted")
+        return self._part.step(batch)
+
+    def commit(self, commits: Sequence[_core.Commit]) -> None:
+        self._part.commit(list(commits))
+
+    def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:
+        return self._part.draft(list(requests), top_k)
+
+
+def _break_part() -> None:
+    load = job_module.load_part
+    job_module.load_part = lambda *args: BrokenPart(load(*args))
+
+
+def unique_id(job: Job, args: argparse.Namespace) -> None:
+    """What NCCL would be given on every rank."""
+    from trtree.runtime.distributed.nccl import nccl_communicator  # needs torch
+
+    class Nccl:
+        @staticmethod
+        def unique_id() -> bytes:
+            return bytes(range(128))
+
+        @staticmethod
+        def init_rank(size: int, unique_id: bytes, rank: int) -> tuple[int, str, int]:
+            return size, unique_id.hex(), rank
+
+    assert isinstance(job, job_module.RankJob)
+    report(rank=job.rank, communicator=nccl_communicator(job.replica, Nccl()))
+    if not job.is_leader:
+        job.work()
+
+
 def executors(job: Job, args: argparse.Namespace) -> None:
     """What every executor answers besides tokens: the replicas' must not differ."""
     if job.is_leader:
@@ -192,6 +252,8 @@ def _launched_rank() -> int:
 
 
 ACTIONS = {
+    "broken": broken,
+    "unique_id": unique_id,
     "executors": executors,
     "fail": fail,
     "generate": generate,

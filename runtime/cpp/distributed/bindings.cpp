@@ -63,13 +63,14 @@ void bind_mpi(nb::module_& m) {
                          "Functions (addresses) and handles (integers) of a loaded MPI.")
       .def(
           "__init__",
-          [](MpiLibrary* self, uintptr_t all_gather, uintptr_t send, uintptr_t communicator,
-             uintptr_t int32_type, uintptr_t float_type, int32_t rank, int32_t size) {
-            new (self)
-                MpiLibrary{all_gather, send, communicator, int32_type, float_type, rank, size};
+          [](MpiLibrary* self, uintptr_t all_gather, uintptr_t test, uintptr_t send,
+             uintptr_t communicator, uintptr_t int32_type, uintptr_t float_type, int32_t rank,
+             int32_t size) {
+            new (self) MpiLibrary{all_gather, test,       send, communicator,
+                                  int32_type, float_type, rank, size};
           },
-          nb::kw_only(), "all_gather"_a, "send"_a, "communicator"_a, "int32_type"_a, "float_type"_a,
-          "rank"_a, "size"_a);
+          nb::kw_only(), "all_gather"_a, "test"_a, "send"_a, "communicator"_a, "int32_type"_a,
+          "float_type"_a, "rank"_a, "size"_a);
   nb::class_<MpiCollectives, cpu::Collectives>(m, "MpiCollectives",
                                                "The collectives of an MPI communicator.")
       .def(nb::init<const MpiLibrary&>(), "mpi"_a)

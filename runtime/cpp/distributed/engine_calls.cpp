@@ -37,6 +37,12 @@ class Reader {
   explicit Reader(std::span<const int32_t> words) : words_(words) {}
 
   int32_t word() { return take(1)[0]; }
+  // Of things that take at least one word each.
+  int32_t count() {
+    const int32_t value = word();
+    take(value, 0);
+    return value;
+  }
   std::vector<int32_t> words() {
     const auto values = take(word());
     return {values.begin(), values.end()};
@@ -59,12 +65,14 @@ class Reader {
   }
 
  private:
-  std::span<const int32_t> take(int32_t count) {
+  std::span<const int32_t> take(int32_t count) { return take(count, count); }
+  // The next `used` words, of `count` that must be there.
+  std::span<const int32_t> take(int32_t count, int32_t used) {
     if (count < 0 || static_cast<size_t>(count) > words_.size()) {
       refuse(std::to_string(count) + " words wanted, " + std::to_string(words_.size()) + " left");
     }
-    const auto result = words_.first(count);
-    words_ = words_.subspan(count);
+    const auto result = words_.first(used);
+    words_ = words_.subspan(used);
     return result;
   }
 
@@ -72,7 +80,7 @@ class Reader {
 };
 
 std::vector<SegmentRequest> read_segments(Reader& reader) {
-  std::vector<SegmentRequest> requests(reader.word());
+  std::vector<SegmentRequest> requests(reader.count());
   for (SegmentRequest& request : requests) {
     request.sequence = reader.sequence();
     request.token_ids = reader.words();
@@ -134,7 +142,7 @@ void make_call(Engine& engine, std::span<const int32_t> message) {
       return;
     }
     case kCommit: {
-      std::vector<Commit> commits(reader.word());
+      std::vector<Commit> commits(reader.count());
       for (Commit& commit : commits) {
         commit.sequence = reader.sequence();
         commit.rows = reader.words();
@@ -146,7 +154,7 @@ void make_call(Engine& engine, std::span<const int32_t> message) {
     }
     case kDraft: {
       const int32_t top_k = reader.word();
-      std::vector<DraftRequest> requests(reader.word());
+      std::vector<DraftRequest> requests(reader.count());
       for (DraftRequest& request : requests) {
         request.sequence = reader.sequence();
         request.bonus_token = reader.word();

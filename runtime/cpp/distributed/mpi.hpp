@@ -13,7 +13,8 @@ namespace trtree::distributed {
 // either way a 64-bit argument carries them under the calling conventions of x86-64 and
 // AArch64, where a callee reads the low half of the register or stack slot for an int.
 struct MpiLibrary {
-  uintptr_t all_gather = 0;  // MPI_Allgather
+  uintptr_t all_gather = 0;  // MPI_Iallgather
+  uintptr_t test = 0;        // MPI_Test
   uintptr_t send = 0;        // MPI_Send
   uintptr_t communicator = 0;
   uintptr_t int32_type = 0;

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mpi_jobs import DRIVER, RunningJob, run_job
@@ -75,6 +76,13 @@ def test_a_rank_that_cannot_load_is_named(demo_engine: Build, tmp_path: Path) ->
     assert "target.rank1.bin: SHA-256" in errors
 
 
+def test_ranks_with_different_engines_do_not_start(demo_engine: Build) -> None:
+    other = demo_engine(tp=2, max_batch_size=4)
+    status, _, errors = run_job(2, demo_engine(tp=2), "generate", "--other-engine", str(other))
+    assert status == 2
+    assert "give all ranks the same engine" in errors
+
+
 @pytest.mark.parametrize(
     ("action", "named"),
     [
@@ -106,7 +114,15 @@ def test_killing_any_rank_ends_the_job(demo_engine: Build, victim: int) -> None:
         status, _, _ = job.finish()
         assert time.monotonic() - started < 3
         assert status != 0
-        assert not any(process.is_running() for process in ranks.values())
+        psutil.wait_procs(ranks.values(), timeout=3)
+        assert [rank for rank, process in ranks.items() if _runs(process)] == []
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def test_leaving_early_is_noticed(demo_engine: Build) -> None:
@@ -119,6 +135,21 @@ def test_an_exception_in_a_thread_ends_the_job(demo_engine: Build) -> None:
     status, _, errors = run_job(2, demo_engine(tp=2), "fail")
     assert status != 0
     assert "RuntimeError: planted" in errors and "ending the job" in errors
+
+
+def test_a_failed_engine_on_rank_0_ends_the_job(demo_engine: Build) -> None:
+    """The others wait for its part of a step, and would do so for ever."""
+    status, _, errors = run_job(2, demo_engine(tp=2), "broken")
+    assert status != 0
+    assert "its engine failed" in errors
+
+
+def test_nccls_unique_id_reaches_every_rank(demo_engine: Build) -> None:
+    """All of the TensorRT ranks' start that needs no GPU."""
+    status, lines, errors = run_job(2, demo_engine(tp=2), "unique_id")
+    assert status == 0, errors
+    sent = bytes(range(128)).hex()
+    assert sorted(line["communicator"] for line in lines) == [[2, sent, 0], [2, sent, 1]]
 
 
 def test_sigterm_reaches_rank_0_alone(demo_engine: Build) -> None:
