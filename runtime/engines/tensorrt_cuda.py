@@ -5,17 +5,15 @@ docs/tensorrt.md for what to run first on one.
 """
 
 import importlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
 from trtree import _core
 from trtree.build.engine_dir import EngineDir, EngineDirError
-from trtree.plugins.tree_attention.contract import PagedKv
 from trtree.runtime.engines.tensorrt import TensorRTEngine
-from trtree.runtime.engines.tensorrt_paged import KvCommit, PagedTensorRTEngine
+from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine, device_commit
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
@@ -56,26 +54,10 @@ def load_tensorrt_engine(
         engine,
         executables,
         device,
-        _commit_for(engine),
+        device_commit,
         target_ctas=torch.cuda.get_device_properties(device).multi_processor_count,
         rank=rank,
     )
-
-
-def _commit_for(engine: EngineDir) -> Callable[[Sequence[PagedKv]], KvCommit]:
-    """The commit kernel, which runs outside the engine and so needs Triton.
-
-    Raises:
-        EngineDirError: there is none.
-    """
-    try:
-        from trtree.plugins.tree_attention import launch
-    except ImportError as error:
-        raise EngineDirError(
-            f"{engine.path}: attention plugin commits with a Triton kernel ({error}); "
-            "pip install 'trtree[gpu]'"
-        ) from None
-    return lambda caches: partial(launch.commit, launch.KvStores.of(caches))
 
 
 def check_machine(engine: EngineDir, library_version: str, sm: int, world_size: int) -> None:

@@ -6,12 +6,12 @@ rows that belong to nobody and work items with nothing to do, so that a few CUDA
 all steps.
 
 NOT YET RUN with TensorRT, whose plugins have not met a GPU that they were compiled for. The
-tests run every line here; the module's only part that needs CUDA is what it is given:
-``executables`` and ``commit_for``.
+tests run every line here; what needs CUDA is given to it: ``executables`` alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from trtree import _core
-from trtree.build.engine_dir import EngineDir
+from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 from trtree.plugins.tree_attention.plan import RowTables, plan_attention, row_tables
 from trtree.runtime.engines.manifest import capabilities_of
@@ -36,6 +36,21 @@ from trtree.runtime.engines.tensorrt_buffers import (
 KvCommit: TypeAlias = Callable[[RowTables, torch.Tensor, torch.Tensor], None]
 
 PROFILE = "step"
+
+
+def device_commit(caches: Sequence[PagedKv]) -> KvCommit:
+    """The commit kernel on these caches; it runs outside the engine, and so needs Triton.
+
+    Raises:
+        EngineDirError: there is none.
+    """
+    try:
+        from trtree.plugins.tree_attention import launch
+    except ImportError as error:
+        raise EngineDirError(
+            f"attention plugin commits with a Triton kernel ({error}); pip install 'trtree[gpu]'"
+        ) from None
+    return partial(launch.commit, launch.KvStores.of(caches))
 
 
 @dataclass(frozen=True)

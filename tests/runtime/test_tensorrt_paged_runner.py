@@ -4,8 +4,6 @@ the evaluator for its GPU: plugin layers are computed from their kernels' contra
 Everything else is as in test_tensorrt_runner.py.
 """
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -23,8 +21,7 @@ from runner_checks import (
 )
 from trtree import _core
 from trtree.build.options import read_options
-from trtree.plugins.tree_attention import launch
-from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine, rounded_up
+from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine, device_commit, rounded_up
 
 Evaluated = tuple[PagedTensorRTEngine, dict[str, EvaluatedExecutable]]
 SIZES = {
@@ -94,7 +91,7 @@ def test_the_commit_kernel_moves_every_layer() -> None:
     """The kernel itself, interpreted, on the runner's memory: two requests, scattered pages."""
     engine, _ = evaluated_engine(
         read_options(ROOT / "configs" / "demo.yaml"),
-        lambda caches: partial(launch.commit, launch.KvStores.of(caches)),
+        device_commit,
         **SIZES | {"page_size": 2},
     )
     one, other = _core.Sequence(5, 2, 0, [9, 3, 7, 1]), _core.Sequence(6, 0, 1, [4, 11, 2, 8])
