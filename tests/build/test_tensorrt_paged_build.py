@@ -100,7 +100,7 @@ def test_every_size_of_a_step_is_in_the_profile(library: PluginLibrary, tmp_path
         "sizes": {
             "batch": [1, 1, 1],
             "rows": [1, 1, 80],
-            "outputs": [1, 1, 2],
+            "outputs": [1, 1, 80],
             "items.0": [1, 512, 512],
         },
     }

@@ -350,6 +350,25 @@ def test_a_library_without_plugins_is_refused() -> None:
         load_plugins(load_library("tensorrt-rtx"))
 
 
+def test_a_blocks_outputs_do_not_follow_the_budget() -> None:
+    """Two requests of blocks of 8, which verify one row each."""
+    description = describe(
+        read_options(ROOT / "configs" / "demo.yaml"),
+        backend="tensorrt",
+        attention="plugin",
+        activations="bf16",
+        tree_budget=0,
+        max_tree_budget=0,
+        max_batch_size=2,
+    )
+    sizes, networks = description.engine_sizes, description.networks
+    most = {
+        name: sizes.profiles(networks[name], Shard())[0].sizes["outputs"][2]
+        for name in ("target", "drafter_block")
+    }
+    assert most == {"target": 512, "drafter_block": 14}
+
+
 def test_a_plan_counts_pages(tmp_path: Path) -> None:
     """Per token 2 layers of keys and values, 2 heads of 64 in bf16: 1 KiB; 63 pages of 16."""
     description = tiny(tmp_path, tiny_config(**HEADS_OF_64))

@@ -22,6 +22,7 @@ from runner_checks import (
 from trtree import _core
 from trtree.build.options import read_options
 from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine, device_commit, rounded_up
+from trtree.runtime.executor import Executor, OutputConfig, Request
 
 Evaluated = tuple[PagedTensorRTEngine, dict[str, EvaluatedExecutable]]
 SIZES = {
@@ -147,6 +148,27 @@ def test_logits_of_rows_that_want_them(evaluated: Evaluated) -> None:
     result = engine.step(batch)
     logits = result.logits.reshape(2, 2048)
     assert result.argmax[1:].tolist() == logits.argmax(-1).tolist()
+
+
+def test_log_probs_of_a_whole_prompt(evaluated: Evaluated) -> None:
+    """More output rows than trees ever have; a position's log-prob is its row's, in any chunk."""
+    engine, executables = evaluated
+    prompt = (prompts(1)[0] * 20)[:75]
+    executor = Executor(engine)
+    executor.enqueue_request(Request(prompt, max_tokens=1, output=OutputConfig(0, 0)))
+    (response,) = executor.await_responses()
+    assert len(response.prompt_log_probs) == 74
+    assert executables["target.rank0.engine"].runs[-1][1]["output_rows"] == (1, 80)
+    at = _core.Sequence(1, 0, 0, list(range(5)))
+    wanted = [10, 73]
+    chain = [i - 1 for i in range(74)]
+    result = engine.step(
+        _core.RowBatch([_core.SegmentRequest(at, prompt[:74], chain, wanted, True)])
+    )
+    logits = torch.tensor(result.logits).reshape(2, -1).double()
+    for row, expected in zip(wanted, logits.log_softmax(-1), strict=True):
+        found = response.prompt_log_probs[row].log_prob
+        assert found == pytest.approx(float(expected[prompt[row + 1]]), abs=1e-5)
 
 
 def test_nan_is_an_error_that_says_where(evaluated: Evaluated) -> None:

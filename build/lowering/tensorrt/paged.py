@@ -56,7 +56,7 @@ class StepPlan:
 class PagedSizes:
     """What paged engines are built for.
 
-    max_rows: of a step, all requests together. verify_width: rows that tiles are chosen for,
+    max_rows: of a step, all requests together. verify_width: rows that tiles are chosen for;
     max_verify_width: most rows of one tree. sm: the GPU that kernels are compiled for.
     """
 
@@ -100,8 +100,9 @@ class PagedSizes:
 
     def profiles(self, network: Network, shard: Shard) -> list[Profile]:
         """One: a step has any mix of prefill chunks and trees."""
-        most = self.rows(network.name)
-        outputs = min(most, self.max_requests * max(1, self.max_verify_width))
+        most = outputs = self.rows(network.name)  # of a prompt with log-probs, every row
+        if network.name == "drafter_block":
+            outputs = self.max_requests * max(1, self.block_size - 1)
         sizes = {
             BATCH: (1, 1, 1),
             ROWS: (1, min(self.verify_width, most), most),
@@ -121,9 +122,7 @@ class PagedSizes:
             state, heads = network.states[str(op.state)], network.tensors[op.inputs[0]].shape[1]
             kv_heads = shard.part(state.heads, f"{state.name}: KV heads")
             group, window = int(heads) // state.heads, op.attrs["window"]
-            tile = attention_tile(
-                self.sm, state.head_dim, self.tile_rows(network.name), max(group, 1)
-            )
+            tile = attention_tile(self.sm, state.head_dim, self.tile_rows(network.name), group)
             key = (kv_heads, group, tile.block_m, window)
             if key not in plans:
                 limit = self._tiles(network.name, tile.block_m // group)
