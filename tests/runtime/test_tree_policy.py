@@ -129,7 +129,7 @@ def drafted(rng: np.random.Generator, budget: int, depth: int = 4, k: int = 6) -
 def test_no_other_prefixes_bring_more(seed: int, other_rows: int) -> None:
     """Against every combination of budgets, for best-first trees and chain seeds."""
     rng = np.random.default_rng(seed)
-    trees = [drafted(rng, int(rng.integers(0, 6))) for _ in range(rng.integers(1, 4))]
+    trees = [drafted(rng, int(rng.integers(0, 9)), depth=3) for _ in range(rng.integers(1, 4))]
     count = len(trees)
     seconds = np.cumsum(np.cumsum(rng.exponential(1, 80) ** 3))
     costs = CostModel(list(enumerate(1 + seconds, 1)), [(1, rng.exponential(5) + 1e-3)])
