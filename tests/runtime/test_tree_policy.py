@@ -151,6 +151,17 @@ def test_no_other_prefixes_bring_more(seed: int, other_rows: int) -> None:
     assert gain(kept) == pytest.approx(max(map(gain, every)), abs=1e-9)
 
 
+def test_a_weak_spine_is_taken_for_the_siblings_behind_it() -> None:
+    """Or left with them: nodes are kept from the first on."""
+    probs = np.array([[0.5, 0.4, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]], np.float32)
+    ids = np.tile(np.arange(3, dtype=np.int32), (3, 1))
+    seeded = build_tree_from_top_k(np.log(probs), ids, 5, chain_seed=True)
+    np.testing.assert_allclose(np.exp(seeded.log_probs), [0.5, 0.05, 0.005, 0.4, 0.1], rtol=1e-6)
+    for seconds_per_row, kept in [(0.01, 5), (0.08, 4), (0.15, 1), (0.6, 0)]:
+        costs = CostModel([(1, 1.0), (2, 1.0 + seconds_per_row)])
+        assert AdaptiveBudget(costs).choose(RoundLoad(1), [seeded._tree]) == [kept]
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40))
 @settings(max_examples=30, deadline=None)
 def test_rows_that_are_left_are_not_exceeded(seed: int, max_nodes: int) -> None:
