@@ -20,6 +20,8 @@ struct Tree {
   std::vector<double> log_probs;
 
   int32_t num_rows() const { return static_cast<int32_t>(parents.size()); }
+  // The row of `row`'s child with this token, the lowest of several; -1: there is none.
+  int32_t child(int32_t row, int32_t token_id) const;
   // [n + 1, ceil((n + 1) / 32)]: bit j % 32, from the lowest, of word j / 32 in row i
   // is set where row i attends row j, that is for its ancestors and itself.
   std::vector<int32_t> packed_mask() const;

@@ -259,6 +259,13 @@ Tree static_tree(std::span<const Path> choices, std::span<const int32_t> token_i
   return tree;
 }
 
+int32_t Tree::child(int32_t row, int32_t token_id) const {
+  for (int32_t next = row + 1; next < num_rows(); ++next) {
+    if (parents[next] == row && token_ids[next - 1] == token_id) return next;
+  }
+  return -1;
+}
+
 Walk walk(const Tree& tree, std::span<const int32_t> choices) {
   if (choices.size() != tree.parents.size()) {
     throw std::invalid_argument("choices: " + std::to_string(choices.size()) +

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from engines import random_checkpoint
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
+from random_drafter import random_drafter
+from random_moe import glm4_moe_config
 from trtree import _core
-from trtree.build.options import read_options
+from trtree.build.options import BuildOptions, read_options
 from trtree.runtime.engines.tensorrt import TensorRTEngine
 from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
 from trtree.runtime.tokenizer import Tokenizer
@@ -188,3 +191,23 @@ def test_nan_is_an_error_that_says_where(evaluated: Evaluated) -> None:
             engine.step(_core.RowBatch([_core.SegmentRequest(at, [5], [-1], [0])]))
     finally:
         weight.copy_(saved)
+
+
+def test_experts_decode_the_tokens_of_plain(tmp_path: Path) -> None:
+    """Experts compute every row of the padded batch; no row may see another's."""
+    config = glm4_moe_config(attention_bias=False)
+    options = BuildOptions(
+        checkpoint=random_checkpoint(tmp_path / "target", config, algorithm="W4A16_NVFP4"),
+        drafter=random_drafter(tmp_path / "drafter", config),
+        max_batch_size=3,
+        max_seq_len=48,
+        max_tree_budget=16,
+        max_num_rows=80,
+    )
+    engine, _ = evaluated_engine(options)
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randint(0, 80, (n,), generator=generator).tolist() for n in (3, 20, 11)]
+    alone = [decode(engine, [(prompt, PLAIN)])[0] for prompt in given]
+    assert len({tuple(tokens) for tokens in alone}) == 3
+    for modes in ((TREE,) * 3, (CHAIN, TREE, PLAIN)):
+        assert decode(engine, list(zip(given, modes, strict=True))) == alone

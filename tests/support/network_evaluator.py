@@ -324,10 +324,8 @@ def _reduce(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
 
 
 def _shuffle(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
-    if len(x) > 1:
-        raise UnknownLayerError(f"{layer.name}: reshape by a tensor")
     value = x[0].permute(*list(layer.layer.first_transpose)[: x[0].ndim])
-    dims = layer.layer.reshape_dims
+    dims = x[1].tolist() if len(x) > 1 else layer.layer.reshape_dims
     if dims is not None:
         sizes = [value.shape[i] if size == 0 else size for i, size in enumerate(dims)]
         value = value.reshape(sizes)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt.compile import BuildMessages, Profile, compile_engine
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS
 from trtree.build.lowering.tensorrt.inspection import inspect_engine
@@ -22,7 +23,7 @@ from trtree.build.lowering.tensorrt.library import (
     weights_in_fp4,
 )
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
-from trtree.build.lowering.tensorrt.weights import Encoding, Shard, constant_bytes, stage
+from trtree.build.lowering.tensorrt.weights import Encoding, constant_bytes, stage
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError

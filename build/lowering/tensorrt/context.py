@@ -43,7 +43,7 @@ class Lowering:
     values: dict[str, Any] = field(default_factory=dict)
     caches: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     masks: dict[tuple[str, int | None], Any] = field(default_factory=dict)
-    row_shapes: dict[int, Any] = field(default_factory=dict)
+    shapes: dict[tuple[int, ...], Any] = field(default_factory=dict)
     sharded: set[str] = field(default_factory=set)
 
     @property
@@ -54,10 +54,44 @@ class Lowering:
         """Among how many ranks the features of a graph tensor are divided."""
         return self.ranks if tensor in self.sharded else 1
 
+    def row_shape(self, size: int) -> Any:
+        """int32 [3]: B, W, size. Shared by all that slice or make rows."""
+        if (size,) not in self.shapes:
+            with self.emit.op("rows.shape"):
+                rows = self.values["positions"]
+                parts = [self.emit.size("batch", rows, 0), self.emit.size("width", rows, 1)]
+                self.shapes[(size,)] = self._joined([*parts, size], f"{size}")
+        return self.shapes[(size,)]
+
+    def expert_shape(self, x: Any, size: int) -> Any:
+        """int32 [3]: E, B * W, size, for x [E, B * W, F]."""
+        experts = int(x.shape[0])
+        if (experts, size) not in self.shapes:
+            with self.emit.op("experts.shape"):
+                parts = [experts, self.emit.size("rows", x, 1), size]
+                self.shapes[experts, size] = self._joined(parts, f"{experts}x{size}")
+        return self.shapes[experts, size]
+
+    def _joined(self, parts: list[Any], name: str) -> Any:
+        """int32 [n] of sizes known now and sizes known when it runs."""
+        emit = self.emit
+        known = [
+            emit.constant(f"constant/size/{part}", torch.tensor([part]).int())
+            if isinstance(part, int)
+            else part
+            for part in parts
+        ]
+        return emit.layer(name, emit.network.add_concatenation(known)).get_output(0)
+
     def constant(self, op: Op, part: str) -> Any:
         """A part of the op's weight; what it is made of, ``weights.Encoding`` says."""
         name = self._constant_name(op, part)
         return self.emit.constant(name, self.weights[name])
+
+    @staticmethod
+    def is_wide(op: Op) -> bool:
+        """Whether the result stays in float32."""
+        return bool(op.attrs.get("dtype") == "float32")
 
     def has_bias(self, op: Op) -> bool:
         return self._constant_name(op, "bias") in self.weights

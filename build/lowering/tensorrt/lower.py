@@ -1,8 +1,9 @@
 """A network in the vocabulary -> INetworkDefinition, by one table from op to layers.
 
 The ragged rows become a padded batch: ``[rows, F]`` is ``[B, W, F]``, ``[rows, heads, D]``
-is ``[B, heads, W, D]`` and ``[outputs, F]`` is ``[B, O, F]``. A batch index is a cache
-slot; row w of a request is written at its committed length plus w.
+is ``[B, heads, W, D]``, ``[rows, slots, F]`` of experts is ``[experts, B * W, F]`` and
+``[outputs, F]`` is ``[B, O, F]``. A batch index is a cache slot; row w of a request is
+written at its committed length plus w.
 """
 
 from collections.abc import Mapping

@@ -1,12 +1,13 @@
 """What an engine will need on one GPU, from its networks alone."""
 
+import math
 from dataclasses import dataclass
 
 from trtree.build.lowering.tensorrt.backend import EngineSizes
 from trtree.build.lowering.tensorrt.compile import Profile
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS
 from trtree.build.lowering.tensorrt.weights import Encoding
-from trtree.build.network.network import Network, Tensor
+from trtree.build.network.network import Network, Op, Tensor
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
 
@@ -57,9 +58,26 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
             live[name] = _tensor_bytes(network.tensors[name], profile, encoding)
             if op.weights and network.weights[op.weights[0]].activations == "nvfp4":
                 live[name] *= 2  # W4A4 products come out in float32
-        peak = max(peak, sum(live.values()))
+        passing = 0
+        if op.kind in ("experts_up", "experts_down"):
+            passing, result = _of_every_expert(network, op, profile, encoding)
+            live[op.outputs[0]] = result or live[op.outputs[0]]
+        peak = max(peak, sum(live.values()) + passing)
         live = {name: size for name, size in live.items() if last.get(name, -1) > index}
     return peak
+
+
+def _of_every_expert(
+    network: Network, op: Op, profile: Profile, encoding: Encoding
+) -> tuple[int, int]:
+    """All experts compute all rows: their products in float32, and what ``experts_up`` makes
+    of them in bf16 (0 for ``experts_down``, which sums them)."""
+    weight = network.weights[op.weights[0]]
+    rows = profile.sizes[BATCH][2] * profile.sizes[ROWS][2]
+    numbers = rows * weight.experts * weight.shape[1]
+    if op.kind == "experts_down":
+        return 4 * numbers, 0
+    return 4 * numbers // encoding.shard.size, numbers // encoding.shard.size
 
 
 def _mask(profile: Profile, cache_length: int) -> int:
@@ -77,7 +95,7 @@ def _widened(network: Network, encoding: Encoding) -> int:
     """FP4 activations take FP4 weights as they are; bf16 ones need the weight in bf16."""
     return max(
         (
-            2 * weight.shape[0] * weight.shape[1] // encoding.shard.size
+            2 * math.prod(weight.shape) // encoding.shard.size
             for weight in network.weights.values()
             if weight.kind == "nvfp4" and weight.activations != "nvfp4"
         ),
