@@ -70,7 +70,8 @@ sanitize: $(VENV)/.oracles
 	  $(BIN)/python -S -m pytest -p no:cacheprovider tests/plugins/nvfp4_linear tests/plugins/dense_linear \
 	  tests/plugins/test_ddtree.py tests/plugins/test_ddtree_top_k.py tests/runtime/test_row_batch.py \
 	  tests/runtime/test_executor.py tests/runtime/test_cpu_bitwise.py \
-	  tests/runtime/test_cpu_variants.py tests/runtime/test_engine_contract.py
+	  tests/runtime/test_cpu_variants.py tests/runtime/test_engine_contract.py \
+	  tests/runtime/distributed/test_tensor_parallel.py
 
 format: $(VENV)/.oracles
 	$(BIN)/ruff check --fix .
