@@ -71,7 +71,9 @@ sanitize: $(VENV)/.oracles
 	  tests/plugins/test_ddtree.py tests/plugins/test_ddtree_top_k.py tests/runtime/test_row_batch.py \
 	  tests/runtime/test_executor.py tests/runtime/test_cpu_bitwise.py \
 	  tests/runtime/test_cpu_variants.py tests/runtime/test_engine_contract.py \
-	  tests/runtime/test_sampler.py tests/runtime/test_tree_policy.py
+	  tests/runtime/test_sampler.py tests/runtime/test_tree_policy.py \
+	  tests/runtime/test_executor_memory.py tests/runtime/test_executor_policies.py \
+	  tests/runtime/distributed/test_tensor_parallel.py
 
 format: $(VENV)/.oracles
 	$(BIN)/ruff check --fix .
