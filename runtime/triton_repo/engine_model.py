@@ -17,20 +17,18 @@ from typing import Any, Protocol
 import triton_python_backend_utils as pb_utils
 
 from trtree.build.engine_dir import EngineDirError
-from trtree.runtime.executor import QueueFullError
-from trtree.runtime.service import Chunk, Handle, Service, ServiceUnavailableError, Submission
-from trtree.runtime.session import RequestError
+from trtree.runtime.service import Chunk, Handle, Service, Submission
+from trtree.runtime.triton_repo.errors import Cancelled, send_error
 from trtree.runtime.triton_repo.hosting import hosted
 from trtree.runtime.triton_repo.inputs import Array, InputError
 from trtree.runtime.triton_repo.metrics import Metrics
-from trtree.runtime.triton_repo.settings import EngineSettings, SettingsError
+from trtree.runtime.triton_repo.settings import EngineSettings, SettingsError, parameters_of
 
 # Prompts are tokenized beside Triton's thread, a few at a time.
 PREPARING_THREADS = 4
 _METRICS_SECONDS = 0.5
 # Request parameters that Triton's own frontends set.
-_FRONTEND_PARAMETERS = ("triton_enable_empty_final_response", "binary_data_output")
-_log = logging.getLogger(__name__)
+FRONTEND_PARAMETERS = ("triton_enable_empty_final_response", "binary_data_output")
 
 Outputs = Mapping[str, Array]
 
@@ -55,9 +53,7 @@ class EngineModel(ABC):
         """Load the engine. Raises TritonModelException with one line that says what is wrong."""
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: trtree: %(message)s")
         config = json.loads(args["model_config"])
-        parameters = {
-            name: value["string_value"] for name, value in config.get("parameters", {}).items()
-        }
+        parameters = parameters_of(args["model_config"])
         self.decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._requests: dict[int, _LiveRequest] = {}
         self._lock = threading.Lock()
@@ -94,7 +90,7 @@ class EngineModel(ABC):
             try:
                 self._begin(request)
             except Exception as error:  # one request must not end the others
-                _send_error(request.get_response_sender(), error)
+                send_error(request.get_response_sender(), error)
 
     def finalize(self) -> None:
         """Triton calls this once no request is left."""
@@ -108,9 +104,10 @@ class EngineModel(ABC):
         sender = request.get_response_sender()
         if "stop" in arrays and bool(arrays["stop"].any()):
             self._stop(request.request_id())
-            _send_final(sender)
+            final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            sender.send(pb_utils.InferenceResponse([]), flags=final)
             return
-        unknown = set(json.loads(request.parameters() or "{}")) - set(_FRONTEND_PARAMETERS)
+        unknown = set(json.loads(request.parameters() or "{}")) - set(FRONTEND_PARAMETERS)
         if unknown:
             raise InputError(f"unknown parameter {', '.join(sorted(unknown))}")
         live = _LiveRequest(request, sender, self._forget)
@@ -149,9 +146,7 @@ class EngineModel(ABC):
 class _LiveRequest:
     """A Triton request and its submissions. Every path ends in one final response."""
 
-    def __init__(
-        self, request: Any, sender: Any, on_end: Callable[["_LiveRequest"], None]
-    ) -> None:
+    def __init__(self, request: Any, sender: Any, on_end: Callable[["_LiveRequest"], None]) -> None:
         self.request_id = str(request.request_id())
         self._request = request
         self._sender = sender
@@ -208,7 +203,7 @@ class _LiveRequest:
                 self._fail(RuntimeError(finish.error))
                 return
             if finish is not None and finish.reason == "cancelled":
-                self._fail(_Cancelled("the request was cancelled"))
+                self._fail(Cancelled("the request was cancelled"))
                 return
             try:
                 outputs = answer.take(index, chunk)
@@ -235,34 +230,8 @@ class _LiveRequest:
             handles = list(self._handles)
         for handle in handles:
             handle.cancel()
-        _send_error(self._sender, error)
+        send_error(self._sender, error)
 
     def _end(self) -> None:
         self._ended = True
         self._on_end(self)
-
-
-class _Cancelled(Exception):
-    """The client went away or said stop."""
-
-
-def _send_error(sender: Any, error: Exception) -> None:
-    kind = pb_utils.TritonError
-    code = kind.INTERNAL
-    if isinstance(error, InputError | RequestError):
-        code = kind.INVALID_ARG
-    elif isinstance(error, QueueFullError | ServiceUnavailableError):
-        code = kind.UNAVAILABLE
-    elif isinstance(error, _Cancelled):
-        code = kind.CANCELLED
-    else:
-        _log.error("a request failed", exc_info=error)
-    response = pb_utils.InferenceResponse(error=kind(str(error), code))
-    try:
-        sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-    except Exception:
-        _log.exception("an error could not be sent")
-
-
-def _send_final(sender: Any) -> None:
-    sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

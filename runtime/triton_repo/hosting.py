@@ -26,7 +26,9 @@ _LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "HYDRA_", "SLURM_PROCID")
 
 
 @contextmanager
-def hosted(engine: Path, settings: EngineSettings) -> Iterator[tuple[EngineDir, list[ExecutorLike]]]:
+def hosted(
+    engine: Path, settings: EngineSettings
+) -> Iterator[tuple[EngineDir, list[ExecutorLike]]]:
     """An engine's executors, until the block ends.
 
     Raises:

@@ -30,6 +30,9 @@ class Inputs:
     def __contains__(self, name: str) -> bool:
         return name in self._arrays
 
+    def without(self, name: str) -> "Inputs":
+        return Inputs({key: array for key, array in self._arrays.items() if key != name})
+
     def array(self, name: str) -> Array | None:
         return self._arrays.get(name)
 

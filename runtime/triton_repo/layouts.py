@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from trtree.runtime.triton_repo import inflight_batcher, llmapi
 from trtree.runtime.triton_repo.model_config import ModelConfig
-from trtree.runtime.triton_repo import llmapi
 from trtree.runtime.triton_repo.settings import EngineSettings
 
 Layout = Literal["llmapi", "inflight_batcher", "both"]
@@ -45,9 +45,13 @@ def engine_settings(
 
 
 def models_of(
-    layout: Layout, settings: EngineSettings, *, decoupled: bool
+    layout: Layout, settings: EngineSettings, *, decoupled: bool, max_batch_size: int
 ) -> list[RepositoryModel]:
-    """The models of a layout; each that owns an engine has the settings as parameters."""
+    """The models of a layout; each that owns an engine has the settings as parameters.
+
+    Args:
+        max_batch_size: prompts in one request of the older layout.
+    """
     models = []
     if layout in ("llmapi", "both"):
         config = ModelConfig(
@@ -58,4 +62,9 @@ def models_of(
             parameters=settings.to_parameters(),
         )
         models.append(RepositoryModel(config, "TextModel"))
+    if layout in ("inflight_batcher", "both"):
+        found = inflight_batcher.configs(
+            settings, decoupled=decoupled, max_batch_size=max_batch_size
+        )
+        models += [RepositoryModel(*one) for one in found]
     return models

@@ -17,9 +17,7 @@ class Metrics:
         family = pb_utils.MetricFamily
         kinds = ((GAUGES, family.GAUGE, ""), (COUNTERS, family.COUNTER, "_total"))
         self._families = {
-            name: pb_utils.MetricFamily(
-                name=f"trtree_{name}{suffix}", description=text, kind=kind
-            )
+            name: pb_utils.MetricFamily(name=f"trtree_{name}{suffix}", description=text, kind=kind)
             for table, kind, suffix in kinds
             for name, text, _ in table
         }

@@ -38,7 +38,7 @@ def write_into_engine(
 ) -> None:
     """``triton/`` of an engine directory that is being written."""
     settings = engine_settings(EngineSettings(engine_dir="../.."), manifest, tables)
-    _write(directory / IN_ENGINE, models_of("llmapi", settings, decoupled=True))
+    _write(directory / IN_ENGINE, _models("llmapi", settings, manifest, decoupled=True))
 
 
 def write_repository(
@@ -69,7 +69,7 @@ def write_repository(
     path = os.path.relpath(engine.resolve(), output.resolve() / "model")
     chosen = replace(settings or EngineSettings(), engine_dir=path)
     chosen = engine_settings(chosen, engine_dir.manifest, engine_dir.tree_tables())
-    models = models_of(layout, chosen, decoupled=decoupled)
+    models = _models(layout, chosen, engine_dir.manifest, decoupled=decoupled)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -84,6 +84,13 @@ def write_repository(
     except OSError as error:
         raise RepositoryError(f"{output}: cannot write: {error.strerror or error}") from None
     return [model.config.name for model in models]
+
+
+def _models(
+    layout: Layout, settings: EngineSettings, manifest: Mapping[str, Any], *, decoupled: bool
+) -> list[RepositoryModel]:
+    max_batch_size = manifest["build_config"]["max_batch_size"]
+    return models_of(layout, settings, decoupled=decoupled, max_batch_size=max_batch_size)
 
 
 def _write(repository: Path, models: Sequence[RepositoryModel]) -> None:

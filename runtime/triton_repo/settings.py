@@ -89,6 +89,17 @@ class EngineSettings:
         return config
 
 
+def flag(parameters: Mapping[str, str], name: str) -> bool:
+    """A parameter that is true or false. Raises: SettingsError where it is neither."""
+    return bool(_typed(name, parameters.get(name, "false"), bool))
+
+
+def parameters_of(model_config: str) -> dict[str, str]:
+    """The parameters in the configuration that Triton hands to a model, as JSON."""
+    parameters = json.loads(model_config).get("parameters", {})
+    return {name: value["string_value"] for name, value in parameters.items()}
+
+
 def _typed(name: str, text: str, annotation: Any) -> Any:
     kinds = get_args(annotation) or (annotation,)
     if str in kinds:

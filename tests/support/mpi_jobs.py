@@ -86,7 +86,7 @@ class RunningJob:
             with suppress(psutil.Error, ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
-        for file in self._shared:  # MPICH leaves it where ranks were killed
+        for file in self._shared:  # left where ranks were killed
             file.unlink(missing_ok=True)
 
     def _descendants(self) -> list[psutil.Process]:
@@ -98,7 +98,7 @@ class RunningJob:
         for process in self._descendants():
             with suppress(OSError):
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-                self._shared |= set(map(Path, re.findall(r"/dev/shm/mpich_shm_\S+", maps)))
+                self._shared |= set(map(Path, re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+", maps)))
 
 
 def run_job(ranks: int, engine: Path, action: str, *options: str) -> tuple[int, list[Any], str]:
