@@ -60,7 +60,7 @@ WHOLE = Shard()  # one rank has it all
 @dataclass(frozen=True)
 class _Part:
     """What a rank stores of a linear: ranges of its rows (fused out_features) or of its
-    columns (in_features); None: all of them."""
+    columns (in_features); None: all of them. Of stacked experts: of each of them."""
 
     rows: tuple[range, ...] | None = None
     columns: range | None = None
@@ -100,16 +100,14 @@ def shard_networks(
             f"tp {shard.size}: linears are reduced in {SEGMENTS} segments, which do not divide "
             f"among {shard.size} ranks; use 2, 4 or 8"
         )
-    for network in networks.values():
-        for op in network.ops:
-            if op.kind in ("experts_up", "experts_down"):
-                raise NetworkError(f"tp {shard.size}: {op.name}: experts run on one rank so far")
     local = {name: _NetworkShard(network, shard).network for name, network in networks.items()}
     plan = WeightPlan({}, {})
     parts: dict[tuple[Owner, tuple[str, ...]], _Part] = {}
     uses = _stored_uses(networks, weights)
     for weight in weights.stored.values():
         part = _part(weight, uses[weight.name], shard)
+        for expert in range(weight.experts):
+            parts[weight.owner, weight.modules_of(expert)] = part
         parts[weight.owner, weight.modules] = part
         plan.stored[weight.name] = _cut(weight, part)
     for network in networks.values():
@@ -179,16 +177,17 @@ def _part(weight: Weight, uses: set[_Use], shard: Shard) -> _Part:
     if uses == {"vocabulary"}:
         bounds = vocabulary_bounds(weight.shape[0], shard.size)
         return _Part(rows=(range(*bounds[shard.rank : shard.rank + 2]),))
-    starts = [sum(weight.out_sizes[:i]) for i in range(len(weight.out_sizes))]
+    sizes = weight.out_sizes[: len(weight.out_sizes) // (weight.experts or 1)]
     ranges = []
-    for module, start, size in zip(weight.modules, starts, weight.out_sizes, strict=True):
+    for index, (module, size) in enumerate(zip(weight.modules, sizes, strict=False)):
+        start = sum(sizes[:index])
         part = shard.part(size, f"{module}: out_features")
         ranges.append(range(start + shard.rank * part, start + (shard.rank + 1) * part))
     return _Part(rows=tuple(ranges))
 
 
 def _columns(weight: Weight, shard: Shard) -> range:
-    k = weight.shape[1]
+    k = weight.shape[-1]
     if k % (BLOCK * shard.size):
         raise NetworkError(
             f"{weight.name}: in_features {k} are {k / BLOCK:g} blocks of {BLOCK}, which do not "
@@ -200,10 +199,13 @@ def _columns(weight: Weight, shard: Shard) -> range:
 
 def _cut(weight: Weight, part: _Part) -> Weight:
     if part.columns is not None:
-        return replace(weight, shape=(weight.shape[0], len(part.columns)))
+        return replace(weight, shape=(*weight.shape[:-1], len(part.columns)))
     if part.rows is None:
         return weight
     sizes = tuple(map(len, part.rows))
+    if weight.experts:
+        shape: tuple[int, ...] = (weight.experts, sum(sizes), weight.shape[2])
+        return replace(weight, shape=shape, out_sizes=sizes * weight.experts)
     return replace(weight, shape=(sum(sizes), *weight.shape[1:]), out_sizes=sizes)
 
 
@@ -292,8 +294,8 @@ def _indexed(scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 # Ops that run on a rank's own heads or features as they do on all of them.
 _ON_PARTS = frozenset(
-    {"kv_append", "linear", "reshape", "rms_norm", "rotary_embedding", "scale", "silu_mul"}
-    | {"split", "tree_attention"}
+    {"experts_down", "kv_append", "linear", "reshape", "rms_norm", "rotary_embedding"}
+    | {"scale", "silu_mul", "split", "tree_attention"}
 )
 
 
@@ -311,15 +313,15 @@ class _NetworkShard:
             self._add(op)
 
     def _add(self, op: Op) -> None:
+        # Every rank knows of every row which experts it goes to.
+        operands = op.inputs[:1] if op.kind == "experts_down" else op.inputs
         divided = [
-            name in self._divided
-            for name in op.inputs
-            if self._whole.tensors[name].dtype != "int32"
+            name in self._divided for name in operands if self._whole.tensors[name].dtype != "int32"
         ]
         use = _use(self._whole, op)
         if any(divided) and not (all(divided) and op.kind in _ON_PARTS):
             raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
-        if op.kind == "linear" and any(divided) != (use == "row"):
+        if op.kind in ("linear", "experts_down") and any(divided) != (use == "row"):
             raise NetworkError(
                 f"{op.name}: its input is {'divided' if any(divided) else 'whole'}, but it is "
                 f"{'row' if use == 'row' else 'not row'}-parallel"
@@ -339,7 +341,7 @@ class _NetworkShard:
         self._state(op, any(divided))
         for name in op.outputs:
             tensor = self._whole.tensors[name]
-            self.network.tensors[name] = self._part(tensor) if on_part else tensor
+            self.network.tensors[name] = self._part(op, tensor) if on_part else tensor
             if on_part:
                 self._divided.add(name)
         self.network.ops.append(replace(op, weights=weights, attrs=attrs))
@@ -375,7 +377,11 @@ class _NetworkShard:
             state = replace(state, heads=heads)
         self.network.states[op.state] = state
 
-    def _part(self, tensor: Tensor) -> Tensor:
+    def _part(self, op: Op, tensor: Tensor) -> Tensor:
+        if op.kind == "experts_up":  # [rows, slots, intermediate]
+            *axes, features = tensor.shape
+            part = self._shard.part(int(features), f"{tensor.name}: intermediate")
+            return replace(tensor, shape=(*axes, part))
         rows, features, *rest = tensor.shape
         what = f"{tensor.name}: {'heads' if rest else 'features'}"
         return replace(tensor, shape=(rows, self._shard.part(int(features), what), *rest))

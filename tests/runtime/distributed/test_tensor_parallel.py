@@ -4,11 +4,14 @@ import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engines import random_checkpoint, tiny_config
+from random_drafter import random_drafter
+from random_moe import glm4_moe_config, qwen3_moe_config
 from steps import prefill, random_tree, run_rows
 from thread_ranks import ThreadRanks
 from trtree import _core
@@ -103,6 +106,28 @@ def test_every_number_of_ranks_gives_the_same_bits(
     one, two, four = (
         transcript(load(tiny_engine(algorithm, tied, bias, tp)), 81) for tp in (1, 2, 4)
     )
+    assert one == two
+    assert one == four
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", None])
+@pytest.mark.parametrize("config", [qwen3_moe_config, glm4_moe_config])
+def test_experts_and_a_drafter_on_every_number_of_ranks(
+    tmp_path: Path, config: Callable[..., dict[str, Any]], algorithm: str | None
+) -> None:
+    sizes = {"num_key_value_heads": 4, "intermediate_size": 128}
+    described = config(moe_intermediate_size=64, vocab_size=81, **sizes)
+    target = random_checkpoint(tmp_path / "target", described, algorithm=algorithm)
+    drafter = random_drafter(tmp_path / "drafter", described, **sizes)
+
+    def built(tp: int) -> Path:
+        options = BuildOptions(
+            checkpoint=target, drafter=drafter, output=tmp_path / f"tp{tp}", kv_tokens=512, tp=tp
+        )
+        return builder.write(builder.describe(options))
+
+    one, two, four = (transcript(load(built(tp)), 81) for tp in (1, 2, 4))
+    assert len(one) == 7
     assert one == two
     assert one == four
 
