@@ -103,8 +103,6 @@ class RunningJob:
             with suppress(OSError):
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
                 self._shared |= {Path(name) for name in _SHARED_MEMORY.findall(maps)}
-                    map(Path, re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+", maps))
-                )
 
 
 def run_job(ranks: int, engine: Path, action: str, *options: str) -> tuple[int, list[Any], str]:
