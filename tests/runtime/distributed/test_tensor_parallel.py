@@ -133,9 +133,11 @@ def test_experts_and_a_drafter_on_every_number_of_ranks(
 
 
 def test_the_demo_with_its_drafter(demo_engine: Callable[..., Path]) -> None:
-    one, two = (transcript(load(demo_engine(tp=tp)), 2048) for tp in (1, 2))
+    # 2 KV heads: on 4 ranks each is held twice.
+    one, two, four = (transcript(load(demo_engine(tp=tp)), 2048) for tp in (1, 2, 4))
     assert len(one) == 7
     assert one == two
+    assert one == four
 
 
 def test_the_executor_emits_the_same_tokens(demo_engine: Callable[..., Path]) -> None:
@@ -169,7 +171,11 @@ def test_a_rank_stores_its_part_only(demo_engine: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("changes", "tp", "named"),
     [
-        ({"num_key_value_heads": 2}, 4, r"k_heads.*heads: 2 does not divide among 4 ranks"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            4,
+            r"KV heads: 3 does not divide among 4 ranks",
+        ),
         ({"num_key_value_heads": 4}, 4, r"down_proj: in_features 96 are 6 blocks of 16.*4 ranks"),
         ({}, 3, r"8 segments, which do not divide among 3 ranks"),
         ({"num_key_value_heads": 4, "vocab_size": 40}, 4, r"lm_head: 40 columns.*4 ranks"),
