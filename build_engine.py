@@ -29,6 +29,7 @@ from trtree.runtime.engines import load_engine
 from trtree.runtime.generate import read_prompts
 from trtree.runtime.session import RequestError
 from trtree.runtime.tokenizer import Tokenizer
+from trtree.runtime.triton_repo.repository import IN_ENGINE, write_into_engine
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
@@ -51,7 +52,13 @@ def _run(args: argparse.Namespace) -> int:
     total = sum(description.weight_bytes(owner) for owner in description.owners()) * options.tp
     calibrating = _calibration(description) if options.tree == "static" else None
     with byte_progress("weights", total) as advance:
-        path = builder.write(description, force=args.force, calibrate=calibrating, progress=advance)
+        path = builder.write(
+            description,
+            force=args.force,
+            calibrate=calibrating,
+            add_files=write_into_engine,
+            progress=advance,
+        )
     Console().print(_summary(description, path, time.perf_counter() - started))
     return 0
 
@@ -139,6 +146,7 @@ def _summary(description: builder.EngineDescription, path: Path, seconds: float)
     table.add_row("backend", options.backend)
     for row in engine_rows(EngineDir.open(path, verify=False).manifest):
         table.add_row(*row)
+    table.add_row("for Triton", f"tritonserver --model-repository={_short(path / IN_ENGINE)}")
     table.add_row("built in", f"{seconds:.1f} s")
     return table
 
@@ -196,8 +204,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--attention",
         choices=("native", "plugin"),
-        help="a TensorRT engine's attention: TensorRT's own layers, or this project's kernels "
-        "(not wired in yet, refused by name; default: native)",
+        help="a TensorRT engine's attention: TensorRT's own layers over contiguous KV, or this "
+        "project's kernels over KV pages (plugin: backend tensorrt only, one SM; not yet run on a "
+        "GPU; default: native)",
     )
     add(
         "--tree-budget",

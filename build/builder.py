@@ -1,5 +1,7 @@
 """Checkpoint -> network -> engine directory."""
 
+import hashlib
+import json
 import logging
 import platform
 from collections.abc import Callable, Iterable
@@ -22,6 +24,7 @@ from trtree.build.engine_dir import (
 from trtree.build.lowering import LOWERINGS
 from trtree.build.lowering.shard import RankNetworks, Shard, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
+from trtree.build.lowering.tensorrt.paged import PagedSizes
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
@@ -82,8 +85,20 @@ class EngineDescription:
         return shard_networks(self.networks, self.weights, Shard(rank, self.options.tp))
 
     @property
-    def engine_sizes(self) -> tensorrt.EngineSizes:
+    def engine_sizes(self) -> tensorrt.Sizes:
         """What TensorRT engines of this description are built for."""
+        if self.options.paged_kv:
+            return PagedSizes(
+                sm=self.options.sm[0],
+                page_size=self.options.page_size,
+                num_pages=self.options.num_pages,
+                max_requests=self.options.max_batch_size,
+                max_rows=self.options.max_num_rows,
+                max_seq_len=self.max_seq_len,
+                verify_width=self.options.verify_width if self.drafter else 1,
+                max_verify_width=1 + self.options.largest_budget if self.drafter else 1,
+                block_size=self.block_size,
+            )
         return tensorrt.EngineSizes(
             max_batch_size=self.options.max_batch_size,
             max_chunk=self.options.max_num_rows,
@@ -184,12 +199,14 @@ def write(
     *,
     force: bool = False,
     calibrate: Callable[[Path], dict[str, Any]] | None = None,
+    add_files: Callable[[Path, dict[str, Any], dict[str, Any] | None], None] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """Write the engine directory and return its path.
 
     Args:
         calibrate: makes the static tree's tables from the otherwise finished directory.
+        add_files: told the directory, the manifest and the tables, adds files of its own.
         progress: told the weight bytes written since it was last called.
     """
     options, source = description.options, description.source
@@ -197,15 +214,33 @@ def write(
         warn_of_differences(record, owner)
     if not isinstance(source, SourceWithWeights):
         raise TypeError("a description made by plan() has no weights to write")
-    with writing(options.output, force=force) as out:
+    key = resume_key(description) if options.backend == "cpu" else None
+    with writing(options.output, force=force, key=key) as out:
         manifest = manifest_of(description) | _write_weights(out, description, source, progress)
         out.networks(description.networks)
         _write_text_files(out, description)
-        out.finish(manifest)
+        tables = None
         if calibrate:
-            out.json(TREE_TABLES, calibrate(out.path))
             out.finish(manifest)
+            tables = calibrate(out.path)
+            out.json(TREE_TABLES, tables)
+        if add_files:
+            add_files(out.path, manifest, tables)
+        out.finish(manifest)
     return options.output
+
+
+def resume_key(description: EngineDescription) -> str:
+    """Stands for the options, versions and checkpoint files that decide an engine's bytes."""
+    options = description.options
+    files = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+        for directory in (options.checkpoint, options.drafter)
+        for file in sorted(directory.glob("*") if directory else ())
+    ]
+    networks = {name: network.to_dict() for name, network in description.networks.items()}
+    facts = [repr(options), manifest_of(description)["builder"], files, networks]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]
 
 
 def _write_weights(
@@ -260,7 +295,7 @@ def _max_seq_len(options: BuildOptions, model_limit: int) -> int:
             f"max_seq_len {options.max_seq_len} is above the model's "
             f"max_position_embeddings {model_limit}"
         )
-    if options.on_tensorrt:
+    if not options.paged_kv:
         # Every request owns its part of the cache.
         share = options.kv_tokens // options.max_batch_size
         if options.max_seq_len is None and share < 2:

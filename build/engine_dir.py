@@ -9,16 +9,21 @@ the machine it was measured on.
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from trtree.build.network.network import Network
+from trtree.build.resumable import ResumableFile, staging_directory
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MANIFEST = "config.json"
@@ -54,7 +59,13 @@ _NO_DRAFTER = "speculative_config"  # the section that may be null
 _FROM_ZERO = ("mask_token_id", "tree_budget")  # other counts are at least 1
 _RANK_FILE = re.compile(r"\.rank(\d+)\.")  # weights, plans and engines of one rank
 _ENTRY = {"bytes": int, "sha256": str}  # of a file
-_TENSORRT = {"library": str, "version": str, "cache_length": int, "engines": dict}
+_TENSORRT = {
+    "library": str,
+    "version": str,
+    "attention": str,
+    "cache_length": int,
+    "engines": dict,
+}
 
 
 class EngineDirError(ValueError):
@@ -196,6 +207,14 @@ class EngineDirWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._hashes: dict[str, str] = {}
+
+    @contextmanager
+    def resumable(self, name: str) -> Iterator[ResumableFile]:
+        """A file that a later build goes on with if this one is killed."""
+        with ResumableFile(self.path / name) as file:
+            yield file
+        self._hashes[name] = file.sha256
 
     def json(self, name: str, data: Any) -> None:
         (self.path / name).write_text(json.dumps(data, indent=1) + "\n")
@@ -210,17 +229,24 @@ class EngineDirWriter:
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
         """Hash everything and write the manifest."""
-        files = {
-            str(file.relative_to(self.path)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
-            for file in sorted(self.path.rglob("*"))
-            if file.is_file() and file.name not in (CALIBRATION, MANIFEST)
-        }
+        files = {}
+        for file in sorted(self.path.rglob("*")):
+            if file.is_file() and file.name not in (CALIBRATION, MANIFEST):
+                name = str(file.relative_to(self.path))
+                digest = self._hashes.get(name) or sha256(file)
+                files[name] = {"bytes": file.stat().st_size, "sha256": digest}
         self.json(MANIFEST, {"format_version": FORMAT_VERSION, **manifest, "files": files})
 
 
 @contextmanager
-def writing(path: Path, *, force: bool = False) -> Iterator[EngineDirWriter]:
+def writing(
+    path: Path, *, force: bool = False, key: str | None = None
+) -> Iterator[EngineDirWriter]:
     """Write an engine directory: complete at ``path`` when the block ends, or not at all.
+
+    Args:
+        key: stands for all that decides the files' bytes; where a process was killed, the
+            next with the same key finds the files it had written. None: never resume.
 
     Raises:
         EngineDirError: ``path`` exists and ``force`` is false, or is no engine directory,
@@ -233,13 +259,13 @@ def writing(path: Path, *, force: bool = False) -> Iterator[EngineDirWriter]:
         raise _unwritable(path, error) from None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        try:
-            staging.chmod(0o755)
+        with staging_directory(path, key or uuid.uuid4().hex[:12]) as (staging, resumed):
+            if resumed:
+                log.warning("%s: going on with what a killed build has left", path)
             yield EngineDirWriter(staging)
             _move_into_place(staging, path)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    except BlockingIOError:
+        raise EngineDirError(f"{path}: another process is building this engine now") from None
     except OSError as error:
         raise _unwritable(path, error) from None
     finally:

@@ -104,6 +104,11 @@ class BuildOptions:
         return self.backend in TENSORRT_BACKENDS
 
     @property
+    def paged_kv(self) -> bool:
+        """Whether requests share a pool of pages, or own a part of the cache each."""
+        return not self.on_tensorrt or self.attention == "plugin"
+
+    @property
     def verify_width(self) -> int:
         """Rows of a full draft tree: the budget counts nodes, the root is one more."""
         return 1 + self.tree_budget

@@ -69,14 +69,14 @@ def _paged_kv(description: EngineDescription) -> tuple[str, int]:
 
 
 def _tensorrt_memory(description: EngineDescription) -> list[tuple[str, int]]:
-    """Contiguous caches; networks run one after another and share their workspace."""
+    """Networks run one after another and share their workspace."""
     sizes, how = description.engine_sizes, encoding(description.options, 0)
     networks = description.networks
     per_owner = [networks[name] for name in ("target", "drafter_block") if name in networks]
     kv = sum(kv_bytes(network, sizes, how) for network in per_owner)
     needs = [workspace(network, sizes, how) for network in networks.values()]
     rows = [
-        (f"KV, {sizes.max_batch_size} requests of {sizes.cache_length} slots", kv),
+        (f"KV, {sizes.kv_layout}", kv),
         ("activations (estimate)", max(need.activations + need.logits for need in needs)),
     ]
     if widened := max(need.widened for need in needs):

@@ -9,8 +9,7 @@ each at a multiple of 64 bytes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from trtree.build.network.network import (
     Weight,
     tensor_name,
 )
+from trtree.build.resumable import ResumableFile
 from trtree.plugins.dense_linear import cpu as dense_cpu
 from trtree.plugins.nvfp4_linear import cpu as nvfp4_cpu
 from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
@@ -47,19 +47,19 @@ def write_files(
     """Write every owner's packed weights and the plan, of one rank."""
     entries: dict[str, dict[str, Any]] = {}
     for owner, checkpoint in checkpoints.items():
-        path = out.path / weights_file(owner, shard.rank, SUFFIX)
-        entries |= write_weights(path, owner, weights, checkpoint, progress)
+        with out.resumable(weights_file(owner, shard.rank, SUFFIX)) as file:
+            entries |= write_weights(file, owner, weights, checkpoint, progress)
     out.json(plan_file(shard.rank, shard.size), make_plan(networks, weights, entries, shard))
 
 
 def write_weights(
-    path: Path,
+    file: ResumableFile,
     owner: Owner,
     plan: WeightPlan,
     checkpoint: WeightReader,
     progress: Callable[[int], None],
 ) -> dict[str, dict[str, Any]]:
-    """Stream the owner's weights, packed, to one file.
+    """Stream the owner's weights, packed, to one file; those it has already are kept.
 
     Returns plan entries by weight name. ``progress`` is told the bytes after each weight.
 
@@ -67,12 +67,16 @@ def write_weights(
         NetworkError: a weight asks for activations that the kernels do not have.
     """
     entries = {}
-    with path.open("xb") as file:
-        for weight in plan.stored.values():
-            if weight.owner == owner:
-                start = file.tell()
-                entries[weight.name] = _write_weight(file, weight, checkpoint) | {"file": path.name}
-                progress(file.tell() - start)
+    for weight in plan.stored.values():
+        if weight.owner != owner:
+            continue
+        start = file.tell()
+        entry = file.done.get(weight.name)
+        if entry is None:
+            entry = _write_weight(file, weight, checkpoint) | {"file": file.name}
+            file.commit(weight.name, entry)
+        entries[weight.name] = entry
+        progress(file.tell() - start or entry["bytes"])
     return entries
 
 
@@ -104,7 +108,7 @@ def make_plan(
 # Weights
 
 
-def _write_weight(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
+def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": weight.name,
         "out_features": weight.num_rows // (weight.experts or 1),
@@ -136,7 +140,7 @@ def _write_weight(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> d
     return entry | {"segments": list(bounds)}
 
 
-def _write_experts(file: BinaryIO, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
+def _write_experts(file: ResumableFile, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
     """One expert in memory at a time; their packed weights follow one another."""
     bounds: Sequence[int] = segment_bounds(-(-weight.shape[-1] // BLOCK))
     scales, input_scales, places = [], [], []
@@ -171,7 +175,7 @@ def _input_scale(weight: Weight, stored: torch.Tensor | None) -> float:
     return float(stored)
 
 
-def _append(file: BinaryIO, data: np.ndarray[Any, Any]) -> dict[str, int]:
+def _append(file: ResumableFile, data: np.ndarray[Any, Any]) -> dict[str, int]:
     file.write(b"\0" * (-file.tell() % ALIGNMENT))
     offset = file.tell()
     file.write(np.ascontiguousarray(data).data)

@@ -122,17 +122,24 @@ def read_weight(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Ten
     if len(weight.shape) == 1:
         tensor = checkpoint.tensor(tensor_name(weight.modules[0]))
         return {f"{weight.name}.weight": tensor.to(getattr(torch, weight.dtype))}
-    if not weight.experts:
-        parts = _read_linear(weight, weight.modules, checkpoint)
+    if weight.experts:
+        parts = _read_experts(weight, checkpoint)
     else:
-        of_each = [
-            _read_linear(weight, weight.modules_of(expert), checkpoint)
-            for expert in range(weight.experts)
-        ]
-        parts = {part: torch.stack([parts[part] for parts in of_each]) for part in of_each[0]}
-        if "input_scale" in parts:
-            parts["input_scale"] = parts["input_scale"].amax()
+        parts = _read_linear(weight, weight.modules, checkpoint)
     return {f"{weight.name}.{part}": tensor for part, tensor in parts.items()}
+
+
+def _read_experts(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
+    """All experts' parts, stacked; one expert's are in memory beside them."""
+    stacks: dict[str, torch.Tensor] = {}
+    for expert in range(weight.experts):
+        for part, tensor in _read_linear(weight, weight.modules_of(expert), checkpoint).items():
+            if part not in stacks:
+                stacks[part] = torch.empty((weight.experts, *tensor.shape), dtype=tensor.dtype)
+            stacks[part][expert] = tensor
+    if "input_scale" in stacks:
+        stacks["input_scale"] = stacks["input_scale"].amax()
+    return stacks
 
 
 def _read_linear(

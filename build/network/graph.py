@@ -7,11 +7,10 @@ so that they read as in the checkpoint.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from trtree.build.network.network import (
-    Activations,
     Dim,
     DType,
     Network,
@@ -21,10 +20,12 @@ from trtree.build.network.network import (
     State,
     Tensor,
     Weight,
-    WeightKind,
 )
 from trtree.build.network.rope import RopeTable
+from trtree.build.network.weight_source import Parallel, WeightInfo, WeightSource
 from trtree.plugins.moe.contract import Routing
+
+__all__ = ["OP_KINDS", "Graph", "Parallel", "Rows", "WeightInfo", "WeightSource"]
 
 # Every op a lowering has to implement.
 OP_KINDS = frozenset(
@@ -49,38 +50,6 @@ OP_KINDS = frozenset(
         "tree_attention",
     }
 )
-
-
-# How ranks share a linear: "column" splits each module's out_features, so that its result
-# is split too; "row" splits in_features, and the ranks' partial results are summed. Experts
-# are shared likewise: every rank holds its part of each.
-Parallel = Literal["column", "row"]
-
-
-@dataclass(frozen=True)
-class WeightInfo:
-    """What a weight source knows of a module from headers or configuration alone.
-
-    shape is [out_features, in_features], or [features] for a vector.
-    """
-
-    kind: WeightKind
-    shape: tuple[int, ...]
-    dtype: str
-    has_bias: bool = False
-    activations: Activations | None = None  # None for dense weights
-    pre_quant_scale: bool = False  # the input is multiplied by the module's own vector first
-
-    def fuses_with(self, other: "WeightInfo") -> bool:
-        """Whether both can be rows of one weight."""
-        return replace(self, shape=other.shape) == other and not self.pre_quant_scale
-
-
-class WeightSource(Protocol):
-    """Where a family learns what kind of weight each module holds."""
-
-    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
-        """``implied`` is the shape that config.json implies, for sources that hold no weights."""
 
 
 @dataclass(frozen=True)
@@ -462,7 +431,9 @@ class Graph:
         """
         experts = len(modules) // len(sizes)
         if weights.shape[1:] != (experts,):
-            raise NetworkError(f"{self._path(modules[0])}: {experts} experts, routed {weights}")
+            raise NetworkError(
+                f"{self._path(modules[0])}: {experts} experts, routed {list(weights.shape)}"
+            )
         every = list(sizes) * experts
         first, *_ = infos = self._checked_infos(modules, every, in_features, self._owner)
         paths = tuple(self._path(module) for module in modules)

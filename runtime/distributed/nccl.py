@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from trtree import _core
 from trtree.build.engine_dir import EngineDir
 from trtree.runtime.distributed.worker import Replica
-from trtree.runtime.engines.tensorrt import TensorRTEngine
 
 
-def load_tensorrt_part(engine: EngineDir, replica: Replica) -> TensorRTEngine:
+def load_tensorrt_part(engine: EngineDir, replica: Replica) -> _core.Engine:
     """This rank's TensorRT engines on the GPU that its place on the node gives it."""
     from trtree.runtime.engines.tensorrt_cuda import load_tensorrt_engine
 

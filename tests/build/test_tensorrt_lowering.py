@@ -5,8 +5,6 @@ equal. Prefill is a chain, verification a tree; padding, lengths and slots diffe
 """
 
 import dataclasses
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines import DEMO, random_checkpoint, tiny_config
+from engines import random_checkpoint, sliding_drafter, tiny_config
 from lowered import (
     Batch,
     by_expert,
@@ -29,6 +27,7 @@ from lowered import (
     references,
 )
 from network_evaluator import NetworkEvaluator, evaluate_together
+from op_checks import check_op, relative
 from random_moe import glm4_moe_config, qwen3_moe_config
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.reference import ReferenceNetwork
@@ -115,7 +114,8 @@ class Pairs:
         if case.startswith("demo"):
             options = read_options(ROOT / "configs" / "demo.yaml")
             if case == "demo-sliding":
-                options = options.with_changes({"drafter": self._sliding_drafter()})
+                drafter = sliding_drafter(self._directory / "sliding")
+                options = options.with_changes({"drafter": drafter})
             activations = "nvfp4" if case == "demo-nvfp4" else "bf16"
             return describe(
                 options, activations=activations, max_seq_len=40, max_tree_budget=16, top_k=5
@@ -127,37 +127,10 @@ class Pairs:
         options = BuildOptions(checkpoint=checkpoint, max_seq_len=40, max_num_rows=128)
         return describe(options)
 
-    def _sliding_drafter(self) -> Path:
-        """The demo's, but its first layer slides, and so is causal inside the block."""
-        drafter = self._directory / "sliding"
-        if not drafter.exists():
-            shutil.copytree(DEMO / "drafter", drafter)
-            config = json.loads((drafter / "config.json").read_text())
-            kinds = ["sliding_attention", "full_attention"]
-            config |= {"layer_types": kinds, "sliding_window": 5, "use_sliding_window": True}
-            (drafter / "config.json").write_text(json.dumps(config))
-        return drafter
-
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     return Pairs(tmp_path_factory.mktemp("lowered"))
-
-
-def steps_apart(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """How many bf16 values lie between, element by element."""
-
-    def order(x: torch.Tensor) -> torch.Tensor:
-        bits = x.contiguous().view(torch.int16).long()
-        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
-
-    return (order(got) - order(want)).abs()
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Relative L2 distance of each row."""
-    difference = (got.double() - want.double()).flatten(1).norm(dim=1)
-    return difference / want.double().flatten(1).norm(dim=1).clamp(min=1e-30)
 
 
 def w4a4_ops(pair: Pair) -> list[Op]:
@@ -188,24 +161,6 @@ def forced(pair: Pair, batch: Batch, want: dict[str, torch.Tensor]) -> dict[str,
                 laid_out = batch.padded(wide)
             values[f"{op.name}/quantized:{index}"] = laid_out.to(part.dtype)
     return values
-
-
-def check_op(op: Op, rounds_twice: bool, got: torch.Tensor, want: torch.Tensor) -> None:
-    """``got`` is ``want``, but for roundings in between that the op is known to have."""
-    assert got.dtype == want.dtype, op.name
-    if not got.is_floating_point() or op.kind in ("embedding", "reshape", "split", "concat", "add"):
-        assert torch.equal(got, want), op.name
-    elif got.dtype == torch.float32:
-        torch.testing.assert_close(got, want, rtol=0, atol=2e-6, msg=op.name)
-    elif op.kind in ("linear", "experts_up", "experts_down") and rounds_twice:
-        assert relative(got, want).max() < 8e-3, op.name
-    else:
-        apart = steps_apart(got, want)
-        # Where a sum cancels, steps around zero are tiny beside what was summed.
-        scale = want.double().flatten(1).abs().amax(dim=1).reshape(-1, *[1] * (want.ndim - 1))
-        apart = torch.where((got.double() - want.double()).abs() < 1e-6 * scale, 0, apart)
-        assert apart.max() <= 1, (op.name, apart.max())
-        assert (apart > 0).double().mean() < 0.02, op.name
 
 
 def check_ops(pair: Pair, batch: Batch, inputs: dict[str, torch.Tensor], given: Any) -> set[str]:

@@ -237,6 +237,17 @@ def test_transformers_processors_agree(vocab: int, settings: dict[str, float]) -
     np.testing.assert_allclose(probs, expected, rtol=1e-5)  # penalties round to float32 here
 
 
+@pytest.mark.parametrize("top_p", [0.02, 0.3, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
+def test_a_nucleus_of_thousands_ends_where_it_should(top_p: float, spread: float) -> None:
+    logits = np.random.default_rng(8).normal(0, spread, 5000).astype(np.float32)
+    config = SamplingConfig(temperature=1.3, top_p=top_p)
+    expected, margin = oracle.probabilities(logits, config, [], [])
+    assert margin > 1e-9
+    probs = np.array(sampler.distribution(logits, config, sampler.TokenCounts()))
+    assert np.array_equal(probs > 0, expected > 0)
+
+
 def test_ties_go_to_lower_ids_and_one_token_always_stays() -> None:
     level = np.zeros(200, np.float32)
     counts = sampler.TokenCounts()

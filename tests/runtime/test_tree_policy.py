@@ -129,7 +129,7 @@ def drafted(rng: np.random.Generator, budget: int, depth: int = 4, k: int = 6) -
 def test_no_other_prefixes_bring_more(seed: int, other_rows: int) -> None:
     """Against every combination of budgets, for best-first trees and chain seeds."""
     rng = np.random.default_rng(seed)
-    trees = [drafted(rng, int(rng.integers(0, 6))) for _ in range(rng.integers(1, 4))]
+    trees = [drafted(rng, int(rng.integers(0, 9)), depth=3) for _ in range(rng.integers(1, 4))]
     count = len(trees)
     seconds = np.cumsum(np.cumsum(rng.exponential(1, 80) ** 3))
     costs = CostModel(list(enumerate(1 + seconds, 1)), [(1, rng.exponential(5) + 1e-3)])
@@ -149,6 +149,17 @@ def test_no_other_prefixes_bring_more(seed: int, other_rows: int) -> None:
     load = RoundLoad(count, other_rows)
     kept = tuple(AdaptiveBudget(costs).choose(load, [tree._tree for tree in trees]))
     assert gain(kept) == pytest.approx(max(map(gain, every)), abs=1e-9)
+
+
+def test_a_weak_spine_is_taken_for_the_siblings_behind_it() -> None:
+    """Or left with them: nodes are kept from the first on."""
+    probs = np.array([[0.5, 0.4, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]], np.float32)
+    ids = np.tile(np.arange(3, dtype=np.int32), (3, 1))
+    seeded = build_tree_from_top_k(np.log(probs), ids, 5, chain_seed=True)
+    np.testing.assert_allclose(np.exp(seeded.log_probs), [0.5, 0.05, 0.005, 0.4, 0.1], rtol=1e-6)
+    for seconds_per_row, kept in [(0.01, 5), (0.08, 4), (0.15, 1), (0.6, 0)]:
+        costs = CostModel([(1, 1.0), (2, 1.0 + seconds_per_row)])
+        assert AdaptiveBudget(costs).choose(RoundLoad(1), [seeded._tree]) == [kept]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40))

@@ -1,5 +1,7 @@
 """Engines and checkpoints for tests."""
 
+import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,17 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "vocab_size": 80,
     } | changes
+
+
+def sliding_drafter(directory: Path) -> Path:
+    """The demo's, but its first layer slides, and so is causal inside the block."""
+    if not directory.exists():
+        shutil.copytree(DEMO / "drafter", directory)
+        config = json.loads((directory / "config.json").read_text())
+        kinds = ["sliding_attention", "full_attention"]
+        config |= {"layer_types": kinds, "sliding_window": 5, "use_sliding_window": True}
+        (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def write_target(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from network_evaluator import NetworkEvaluator
+from plugin_network import PluginBuilder, plugins
 from trtree.build import builder
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
@@ -17,6 +18,7 @@ from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
+from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
 from trtree.build.lowering.tensorrt.weights import Encoding, stage
 from trtree.build.network.network import Network, Op
 from trtree.build.options import BuildOptions
@@ -27,20 +29,22 @@ from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 def lower_networks(
     description: EngineDescription, *, fp4: bool = True, rank: int = 0, ranks: int = 1
 ) -> dict[str, LoweredNetwork]:
-    """The description's networks for one rank, not compiled."""
+    """The description's networks for one rank, not compiled; plugin layers as recorded."""
     trt = load_library("tensorrt-rtx").module
     encoding = Encoding(fp4, Shard(rank, ranks))
     lowered = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, network in description.networks.items():
             logger = BuildMessages().logger(trt)
-            made = trt.Builder(logger)
+            made, sizes, paged = trt.Builder(logger), description.engine_sizes, None
+            _KEPT.append((logger, made))
             weights = stage(
                 Path(directory) / name, network, encoding, description.source.checkpoint
             )
-            length = description.engine_sizes.cache_length
-            lowered[name] = lower(trt, made, network, encoding, weights, length)
-            _KEPT.append((logger, made))
+            if isinstance(sizes, PagedSizes):
+                made = PluginBuilder(made)
+                paged = paged_lowering(sizes, plugins(), network, encoding.shard)
+            lowered[name] = lower(trt, made, network, encoding, weights, sizes.cache_length, paged)
     return lowered
 
 

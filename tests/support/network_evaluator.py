@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from plugin_layers import plugin_layer
+
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
 Tensors = list[torch.Tensor]
@@ -480,6 +482,10 @@ def _top_k(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
     return [order.values[..., : of.k], order.indices[..., : of.k]]
 
 
+def _plugin(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
+    return plugin_layer(layer.layer.plugin, layer.layer.attribute, x)
+
+
 def _pass(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
     return [x[0]]
 
@@ -521,6 +527,7 @@ _LAYERS: dict[str, LayerFunction] = {
     "GATHER": _gather,
     "KV_CACHE_UPDATE": _kv_cache_update,
     "MATRIX_MULTIPLY": _matrix_multiply,
+    "PLUGIN_V3": _plugin,
     "REDUCE": _reduce,
     "ROTARY_EMBEDDING": _rotary,
     "SELECT": _select,

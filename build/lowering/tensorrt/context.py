@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trtree.build.lowering.tensorrt.emitter import Emitter
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.network import Network, Op
+
+if TYPE_CHECKING:
+    from trtree.build.lowering.tensorrt.paged import PagedLowering
 
 # Symbolic sizes: requests, rows per request, output rows per request.
 BATCH, ROWS, OUTPUTS = "batch", "rows", "outputs"
@@ -28,11 +31,21 @@ class Binding:
     alias: str | None = None
 
 
+@dataclass(frozen=True)
+class Profile:
+    """One optimization profile: per symbolic size, its least, usual and largest value."""
+
+    name: str
+    sizes: Mapping[str, tuple[int, int, int]]
+
+
 @dataclass
 class Lowering:
     """The state of one lowering; op functions take it first.
 
+    cache_length: positions that a request can have, and slots where they are contiguous.
     sharded: graph tensors of which a rank holds its part of the features (or heads).
+    paged: with plugin attention; the batch is then of one entry, which holds all rows.
     """
 
     emit: Emitter
@@ -45,6 +58,12 @@ class Lowering:
     masks: dict[tuple[str, int | None], Any] = field(default_factory=dict)
     shapes: dict[tuple[int, ...], Any] = field(default_factory=dict)
     sharded: set[str] = field(default_factory=set)
+    paged: "PagedLowering | None" = None
+
+    @property
+    def batch(self) -> int | str:
+        """The first axis of what is not attention's."""
+        return 1 if self.paged else BATCH
 
     @property
     def ranks(self) -> int:

@@ -25,7 +25,7 @@ def _rms_norm(low: Lowering, op: Op, x: Values) -> Values:
     emit = low.emit
     rank = len(x[0].shape)
     if op.inputs[0] in low.sharded:
-        if rank == 3:
+        if len(low.network.tensors[op.inputs[0]].shape) == 2:
             raise NetworkError(f"{op.name}: norms features that are divided among ranks")
         _inherit(low, op)  # per head, and heads are whole
     wide = emit.wide(x[0])

@@ -109,6 +109,8 @@ class Encoding:
         weight, part = use.weight, self.shard.part
         if use.parallel == "column":
             rows = sum(part(n, weight.name) for n in _sizes(weight))
+            if len(weight.shape) == 1:
+                return (rows,)
             return (*weight.shape[:-2], rows, *weight.shape[-1:])
         if use.parallel == "row":
             k = part(weight.shape[-1], weight.name)

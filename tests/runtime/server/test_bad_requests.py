@@ -1,12 +1,16 @@
 """Whatever a client sends, it gets an answer of OpenAI's form, and never a 5xx."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from server import ServerProcess
+from trtree.runtime.server.protocol import CompletionRequest
 
 JSON = {"Content-Type": "application/json"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -159,3 +163,24 @@ def test_a_huge_prompt_keeps_nobody_waiting(server: ServerProcess) -> None:
             answered += server.complete(prompt="a", max_tokens=1) != {}
     check(huge.result(), 400, "max_seq_len 2048")
     assert answered >= 10
+
+
+# Not what makes an answer long.
+KNOWN = sorted(set(CompletionRequest.model_fields) - {"max_tokens", "n", "prompt"})
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(changes=st.dictionaries(st.sampled_from(KNOWN) | st.text(max_size=9), VALUES, max_size=3))
+def test_any_json_is_answered(server: ServerProcess, changes: dict[str, Any]) -> None:
+    body = {"prompt": "a", "max_tokens": 1} | changes
+    response = server.http.post(COMPLETIONS, content=json.dumps(body).encode("ascii"), headers=JSON)
+    if response.status_code != 200:
+        assert response.status_code in (400, 404, 429), response.text
+        assert response.json()["error"]["message"]
