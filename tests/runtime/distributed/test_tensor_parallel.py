@@ -15,7 +15,6 @@ from random_moe import glm4_moe_config, qwen3_moe_config
 from steps import prefill, random_tree, run_rows
 from thread_ranks import ThreadRanks
 from trtree import _core
-from trtree._core import distributed
 from trtree.build import builder
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.network.network import NetworkError
@@ -188,24 +187,6 @@ def test_what_does_not_divide_is_refused_by_name(
     options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine", tp=tp)
     with pytest.raises(NetworkError, match=named):
         builder.describe(options)
-
-
-@pytest.mark.parametrize(
-    ("message", "named"),
-    [
-        ([], "1 words wanted, 0 left"),
-        ([9], "call 9 is not known"),
-        ([1, 1, 5, 0, 0, 0, -1], "-1 words wanted"),
-        ([1, 0, 7], "1 words too many"),
-        ([3, 8, 2**30], "words wanted"),
-    ],
-)
-def test_a_message_cut_short_is_refused(
-    demo_engine: Callable[..., Path], message: list[int], named: str
-) -> None:
-    engine = load(demo_engine(tp=1))
-    with pytest.raises(ValueError, match=named):
-        distributed.make_call(engine, np.array(message, np.int32))
 
 
 def test_the_reference_engine_runs_on_one_rank() -> None:
