@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from job_driver import PROMPTS
 from mpi_jobs import DRIVER, RunningJob, run_job
 
 Build = Callable[..., Path]
@@ -37,11 +38,11 @@ def test_another_replicas_executor_behaves_as_one_in_this_process(demo_engine: B
     assert status == 0, errors
     here, there = lines
     assert here == there
-    assert here["idle"] == [] and here["waited"] and here["all_ended"]
+    assert here["idle"] == [] and here["waited"] and here["all_ended"] and here["rounds"]
     assert "1000000" in here["invalid"]
     assert here["full"]
     assert here["reasons"] == ["CANCELLED"]
-    assert here["counted"]
+    assert here["counted"] == [len(PROMPTS), True]
     assert "shut down" in here["shut_down"]
 
 
