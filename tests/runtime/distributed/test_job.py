@@ -177,6 +177,31 @@ def test_a_silent_rank_is_reported(demo_engine: Build) -> None:
             assert time.monotonic() < deadline
 
 
+@pytest.mark.parametrize(
+    ("before", "named"),
+    [
+        ("", "mpirun started 2 ranks, mpi4py sees 1: its MPI is not the launcher's"),
+        ("sys.modules['mpi4py'] = None", "mpi4py cannot be used"),
+    ],
+)
+def test_a_launcher_that_is_not_mpi4pys_is_named(
+    demo_engine: Build, before: str, named: str
+) -> None:
+    """As where one MPI's mpirun starts ranks whose mpi4py belongs to another, or is missing."""
+    program = (
+        f"import runpy, sys; sys.argv[1:] = [{str(demo_engine(tp=2))!r}, 'generate']; {before}\n"
+        f"runpy.run_path({str(DRIVER)!r}, run_name='__main__')"
+    )
+    refused = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMPI_COMM_WORLD_SIZE": "2"},
+    )
+    assert refused.returncode == 2
+    assert named in refused.stderr
+
+
 def test_without_a_launcher_one_process_does(demo_engine: Build) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI"))}
     refused = subprocess.run(
