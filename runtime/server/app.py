@@ -59,7 +59,7 @@ class Settings:
     model: str
     speculative: Speculative = field(default_factory=Speculative)
     api_key: str | None = None
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 4 << 20
     health: Callable[[], Mapping[int, str | None]] = lambda: {0: None}
 
 
