@@ -1,16 +1,19 @@
 """Checkpoint -> network -> engine directory."""
 
+import hashlib
+import json
 import logging
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from trtree.build import models, text_files
-from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config
+from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config, speculators
 from trtree.build.checkpoint.dflash_config import DrafterConfig
+from trtree.build.checkpoint.patterns import matcher, prediction_layers
 from trtree.build.engine_dir import (
     GENERATION_CONFIG,
     TOKENIZER,
@@ -19,17 +22,22 @@ from trtree.build.engine_dir import (
     writing,
 )
 from trtree.build.lowering import LOWERINGS
+from trtree.build.lowering.shard import RankNetworks, Shard, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
+from trtree.build.lowering.tensorrt.paged import PagedSizes
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError
+from trtree.build.quantization_record import quantization_record, warn_of_differences
 from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, SourceWithWeights
 
 log = logging.getLogger(__name__)
 
+# A drafter's layers are Qwen3's.
+_DRAFTER_BIASED = models.FAMILIES["Qwen3ForCausalLM"].biased
 # What a checkpoint may bring beside weights that generation needs.
 _TOKENIZER_FILES = (text_files.TOKENIZER_FILE, text_files.TOKENIZER_CONFIG, "chat_template.jinja")
 
@@ -54,6 +62,15 @@ class EngineDescription:
         found = {w.activations for w in self.weights.stored.values() if w.activations}
         return "+".join(sorted(found)) or "none"
 
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """By owner, how its checkpoint is quantized; see ``quantization_record``."""
+        dtype = self.networks["target"].dtype
+        stored = self.weights.stored.values()
+        return {
+            owner: quantization_record(self.source, owner, stored, dtype) for owner in self.owners()
+        }
+
     def owners(self) -> list[Owner]:
         return ["target", "drafter"] if self.drafter else ["target"]
 
@@ -61,11 +78,27 @@ class EngineDescription:
         """Weights of an owner's networks on one rank."""
         if self.options.on_tensorrt:
             return tensorrt.rank_bytes(self.options, self.networks, owner)
-        return LOWERINGS[self.options.backend].stored_bytes(self.weights, owner)
+        return LOWERINGS[self.options.backend].stored_bytes(self.rank(0).weights, owner)
+
+    def rank(self, rank: int) -> RankNetworks:
+        """What one rank runs and stores; not of a TensorRT engine."""
+        return shard_networks(self.networks, self.weights, Shard(rank, self.options.tp))
 
     @property
-    def engine_sizes(self) -> tensorrt.EngineSizes:
+    def engine_sizes(self) -> tensorrt.Sizes:
         """What TensorRT engines of this description are built for."""
+        if self.options.paged_kv:
+            return PagedSizes(
+                sm=self.options.sm[0],
+                page_size=self.options.page_size,
+                num_pages=self.options.num_pages,
+                max_requests=self.options.max_batch_size,
+                max_rows=self.options.max_num_rows,
+                max_seq_len=self.max_seq_len,
+                verify_width=self.options.verify_width if self.drafter else 1,
+                max_verify_width=1 + self.options.largest_budget if self.drafter else 1,
+                block_size=self.block_size,
+            )
         return tensorrt.EngineSizes(
             max_batch_size=self.options.max_batch_size,
             max_chunk=self.options.max_num_rows,
@@ -83,19 +116,18 @@ def describe(options: BuildOptions) -> EngineDescription:
         CheckpointError, NetworkError, OptionError: one line that names the file, tensor
             or option at fault.
     """
-    target = Checkpoint.open(options.checkpoint)
-    source = CheckpointSource(target, None, options.activations)
+    source = CheckpointSource.open(options)
     drafter = None
-    if options.drafter:
-        source = replace(source, drafter=Checkpoint.open(options.drafter))
-        drafter = dflash_config.read_drafter(source.checkpoint("drafter"))
+    if source.drafter:
+        drafter = dflash_config.read_drafter(source.drafter)
+        speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
     for owner in description.owners():
         _check_coverage(description, owner, source.checkpoint(owner))
         _check_biases(description, owner)
     vocab_size = description.target.vocab_size
     text_files.check_tokenizer(options.checkpoint, vocab_size)
-    text_files.generation_config(options.checkpoint, target.config, vocab_size)
+    text_files.generation_config(options.checkpoint, source.target.config, vocab_size)
     return description
 
 
@@ -104,7 +136,7 @@ def plan(options: BuildOptions) -> EngineDescription:
 
     Raises: as ``describe``.
     """
-    source = ConfigSource.open(options.checkpoint, options.drafter, options.activations)
+    source = ConfigSource.open(options)
     drafter = None
     if options.drafter:
         file = options.drafter / "config.json"
@@ -145,7 +177,7 @@ def describe_source(
         networks |= {"drafter_context": context.network, "drafter_block": block.network}
     if options.on_tensorrt:
         tensorrt.check(options, networks)
-    return EngineDescription(
+    description = EngineDescription(
         options=options,
         source=source,
         target=target,
@@ -156,6 +188,10 @@ def describe_source(
         top_k=top_k,
         max_seq_len=_max_seq_len(options, target.max_position_embeddings),
     )
+    if not options.on_tensorrt:
+        for rank in range(options.tp):
+            description.rank(rank)  # refuses what does not divide
+    return description
 
 
 def write(
@@ -163,26 +199,48 @@ def write(
     *,
     force: bool = False,
     calibrate: Callable[[Path], dict[str, Any]] | None = None,
+    add_files: Callable[[Path, dict[str, Any], dict[str, Any] | None], None] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """Write the engine directory and return its path.
 
     Args:
         calibrate: makes the static tree's tables from the otherwise finished directory.
+        add_files: told the directory, the manifest and the tables, adds files of its own.
         progress: told the weight bytes written since it was last called.
     """
     options, source = description.options, description.source
+    for owner, record in description.quantization.items():
+        warn_of_differences(record, owner)
     if not isinstance(source, SourceWithWeights):
         raise TypeError("a description made by plan() has no weights to write")
-    with writing(options.output, force=force) as out:
+    key = resume_key(description) if options.backend == "cpu" else None
+    with writing(options.output, force=force, key=key) as out:
         manifest = manifest_of(description) | _write_weights(out, description, source, progress)
         out.networks(description.networks)
         _write_text_files(out, description)
-        out.finish(manifest)
+        tables = None
         if calibrate:
-            out.json(TREE_TABLES, calibrate(out.path))
             out.finish(manifest)
+            tables = calibrate(out.path)
+            out.json(TREE_TABLES, tables)
+        if add_files:
+            add_files(out.path, manifest, tables)
+        out.finish(manifest)
     return options.output
+
+
+def resume_key(description: EngineDescription) -> str:
+    """Stands for the options, versions and checkpoint files that decide an engine's bytes."""
+    options = description.options
+    files = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+        for directory in (options.checkpoint, options.drafter)
+        for file in sorted(directory.glob("*") if directory else ())
+    ]
+    networks = {name: network.to_dict() for name, network in description.networks.items()}
+    facts = [repr(options), manifest_of(description)["builder"], files, networks]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]
 
 
 def _write_weights(
@@ -203,13 +261,12 @@ def _write_weights(
             progress,
         )
         return {"sm": list(options.sm), "tensorrt": built}
-    LOWERINGS[options.backend].write_files(
-        out,
-        description.networks,
-        description.weights,
-        {owner: source.checkpoint(owner) for owner in description.owners()},
-        progress,
-    )
+    checkpoints = {owner: source.checkpoint(owner) for owner in description.owners()}
+    for index in range(options.tp):
+        rank = description.rank(index)
+        LOWERINGS[options.backend].write_files(
+            out, rank.networks, rank.weights, rank.readers(checkpoints), progress, rank.shard
+        )
     return {}
 
 
@@ -238,7 +295,7 @@ def _max_seq_len(options: BuildOptions, model_limit: int) -> int:
             f"max_seq_len {options.max_seq_len} is above the model's "
             f"max_position_embeddings {model_limit}"
         )
-    if options.on_tensorrt:
+    if not options.paged_kv:
         # Every request owns its part of the cache.
         share = options.kv_tokens // options.max_batch_size
         if options.max_seq_len is None and share < 2:
@@ -258,19 +315,30 @@ def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Ch
         if weight.owner == owner
         for module in weight.modules
     }
+    left_out = prediction_layers(checkpoint.config)
+    for pattern in left_out:
+        expression = matcher([pattern])
+        if count := sum(expression.fullmatch(name) is not None for name in checkpoint.names()):
+            log.info("%s: %d tensors of a prediction layer are left out", pattern, count)
     # A tied head that a checkpoint stores all the same is the embedding again.
-    tied = owner == "target" and description.target.tie_word_embeddings
-    checkpoint.check_coverage(modules, ["lm_head.weight"] if tied else [])
+    if owner == "drafter":
+        ignored = speculators.ignored_tensors(checkpoint)
+    else:
+        ignored = ["lm_head.weight"] if description.target.tie_word_embeddings else []
+    checkpoint.check_coverage(modules, [*left_out, *ignored])
 
 
 def _check_biases(description: EngineDescription, owner: Owner) -> None:
-    """``attention_bias`` says whether q, k, v and o have biases; no other linear has one."""
-    stated = bool(description.source.config(owner).get("attention_bias"))
+    """``attention_bias`` says whether attention's linears have biases (which of them, the
+    family says); no other linear has one."""
+    config = description.source.config(owner)
+    stated = bool(config.get("attention_bias"))
+    biased = models.family_of(config).biased if owner == "target" else _DRAFTER_BIASED
     for weight in description.weights.stored.values():
         if weight.owner != owner or len(weight.shape) == 1:
             continue
         for module in weight.modules:
-            expected = stated and ".self_attn." in module
+            expected = stated and ".self_attn." in module and module.endswith(biased)
             if weight.has_bias != expected:
                 found = "is there" if weight.has_bias else "is missing"
                 raise CheckpointError(
@@ -299,6 +367,7 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
         "pretrained_config": dict(description.source.config("target")),
         "build_config": {
             "activations": description.activations,
+            "quantization": description.quantization,
             "dtype": description.networks["target"].dtype,
             "page_size": options.page_size,
             "num_pages": options.num_pages,

@@ -5,17 +5,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from trtree.build.checkpoint import Checkpoint, CheckpointError, QuantizationConfig
-from trtree.build.checkpoint.quantization import read_json, read_quantization
+from trtree.build.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    QuantizationConfig,
+    QuantizedCheckpoint,
+)
+from trtree.build.checkpoint.json_file import read_json
+from trtree.build.checkpoint.quantization import read_quantization
+from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
+from trtree.build.checkpoint.quantized import check_plain
+from trtree.build.checkpoint.scheme import ALGORITHMS
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import WeightInfo, WeightSource
-from trtree.build.network.network import Activations, Owner
+from trtree.build.network.network import Activations, Owner, tensor_name
+from trtree.build.options import BuildOptions
 
 
 class BuildSource(WeightSource, Protocol):
     """A weight source that also knows the configurations."""
 
     def config(self, owner: Owner) -> Mapping[str, Any]: ...
+    def quantization(self, owner: Owner) -> QuantizationConfig | None: ...
 
 
 @runtime_checkable
@@ -36,6 +47,23 @@ class CheckpointSource:
     drafter: Checkpoint | None = None
     activations: Activations | None = None
 
+    @classmethod
+    def open(cls, options: BuildOptions) -> "CheckpointSource":
+        """Open the checkpoints; those that the build is to quantize read as quantized.
+
+        Raises:
+            CheckpointError: as ``Checkpoint.open``; one to be quantized already is.
+        """
+        target = Checkpoint.open(options.checkpoint)
+        drafter = Checkpoint.open(options.drafter) if options.drafter else None
+        if options.quantize:
+            target = QuantizedCheckpoint(target)
+        if drafter and options.quantize_drafter:
+            # Its context pass fuses the keys and values of all layers, its block pass
+            # those of one: they have to be the same numbers.
+            drafter = QuantizedCheckpoint(drafter, one_scale=True)
+        return cls(target, drafter, options.activations)
+
     def checkpoint(self, owner: Owner) -> Checkpoint:
         """The checkpoint that ``owner`` names."""
         if owner == "target":
@@ -47,6 +75,9 @@ class CheckpointSource:
     def config(self, owner: Owner) -> Mapping[str, Any]:
         return self.checkpoint(owner).config
 
+    def quantization(self, owner: Owner) -> QuantizationConfig | None:
+        return self.checkpoint(owner).quantization
+
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         """From headers only.
 
@@ -54,7 +85,8 @@ class CheckpointSource:
             CheckpointError: the module has no weight, or an inconsistent one.
         """
         checkpoint = self.checkpoint(owner)
-        info = checkpoint.info(f"{module}.weight")
+        name = tensor_name(module)
+        info = checkpoint.info(name) if name == module else checkpoint.weight_info(module)
         if len(info.shape) == 1:
             return WeightInfo("dense", tuple(info.shape), _name(info.dtype))
         linear = checkpoint.linear_info(module)
@@ -62,7 +94,8 @@ class CheckpointSource:
         if linear.kind == "dense" or checkpoint.quantization is None:
             return WeightInfo("dense", shape, _name(linear.dtype), linear.has_bias)
         activations = _activations(self.activations, checkpoint.quantization, module)
-        return WeightInfo("nvfp4", shape, "nvfp4", linear.has_bias, activations)
+        scaled = linear.has_pre_quant_scale
+        return WeightInfo("nvfp4", shape, "nvfp4", linear.has_bias, activations, scaled)
 
 
 @dataclass(frozen=True)
@@ -78,31 +111,41 @@ class ConfigSource:
     activations: Activations | None = None
 
     @classmethod
-    def open(
-        cls, target: Path, drafter: Path | None, activations: Activations | None
-    ) -> "ConfigSource":
+    def open(cls, options: BuildOptions) -> "ConfigSource":
         """Read config.json (and hf_quant_config.json, if there) of both directories.
 
         Raises:
-            CheckpointError: a file is missing or invalid.
+            CheckpointError: a file is missing or invalid, or a checkpoint to be quantized
+                already is.
         """
-        directories: dict[Owner, Path] = {"target": target}
-        if drafter is not None:
-            directories["drafter"] = drafter
+        directories: dict[Owner, Path] = {"target": options.checkpoint}
+        if options.drafter is not None:
+            directories["drafter"] = options.drafter
         configs = {owner: read_json(path / "config.json") for owner, path in directories.items()}
         quantizations = {
             owner: read_quantization(path, configs[owner]) for owner, path in directories.items()
         }
-        return cls(configs, quantizations, activations)
+        asked = {"target": options.quantize, "drafter": options.quantize_drafter}
+        for owner, path in directories.items():
+            if asked[owner]:
+                check_plain(path, quantizations[owner])
+                quantizations[owner] = BY_BUILDER
+        return cls(configs, quantizations, options.activations)
 
     def config(self, owner: Owner) -> Mapping[str, Any]:
         return self.configs[owner]
 
+    def quantization(self, owner: Owner) -> QuantizationConfig | None:
+        return self.quantizations[owner]
+
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         quantization = self.quantizations[owner]
         plain = len(implied) == 1 or module.endswith(("embed_tokens", "lm_head"))
-        if plain or quantization is None or quantization.is_excluded(module):
+        algorithm = None if plain or quantization is None else quantization.algorithm_of(module)
+        if quantization is None or algorithm is None:
             return WeightInfo("dense", implied, "bfloat16")
+        if ALGORITHMS[algorithm].weights == "fp8":
+            return WeightInfo("dense", implied, "float32")
         activations = _activations(self.activations, quantization, module)
         return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
 
@@ -111,13 +154,14 @@ def _activations(
     asked: Activations | None, quantization: QuantizationConfig, module: str
 ) -> Activations:
     """What is asked for, as far as the checkpoint has what it needs; else the checkpoint's."""
-    if asked == "nvfp4" and quantization.activations != "nvfp4":
+    own = quantization.activations_of(module)
+    assert own is not None  # the caller asks of NVFP4 linears only
+    if asked == "nvfp4" and own != "nvfp4":
         raise CheckpointError(
-            f"activations nvfp4: the checkpoint is {quantization.algorithm}, so {module} has no "
-            f"input_scale; use --activations {quantization.activations}, or a checkpoint that is "
-            "NVFP4"
+            f"activations nvfp4: {module} is {quantization.algorithm_of(module)}, so it has no "
+            f"input_scale; use --activations {own}, or a checkpoint that is NVFP4"
         )
-    return asked or quantization.activations
+    return asked or own
 
 
 def _name(dtype: object) -> str:

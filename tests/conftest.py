@@ -1,9 +1,11 @@
 """Shared fixtures: the demo engine in its variants, built once per session."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,7 +17,7 @@ import torch
 # Helper modules beside the tests.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from engines import build_demo
+from engines import ROOT, build_demo
 from trtree.runtime.session import Session
 
 # Many small operations: threads cost more than they bring, most of all on a busy machine.
@@ -47,3 +49,46 @@ def demo_session(demo_engine: Callable[..., Path]) -> Callable[..., Session]:
         return loaded.setdefault(path, Session(path)) if path not in loaded else loaded[path]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def command() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_engine", ROOT / "build_engine.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Run the command in an empty folder, the demo's files as its defaults."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> int:
+        try:
+            return command.main([str(a) for a in arguments])
+        except SystemExit as exit_:  # argparse
+            return int(exit_.code or 0)
+
+    return call
+
+
+@pytest.fixture
+def refused(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Run with bad input: exit code 2, one line, nothing left behind. Returns the line."""
+
+    def call(*arguments: object) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert run(*arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        lines = captured.err.strip().splitlines()
+        assert "Traceback" not in captured.err
+        assert sorted(tmp_path.rglob("*")) == before
+        assert len([line for line in lines if "error: " in line]) == 1
+        return lines[-1]
+
+    return call

@@ -1,6 +1,5 @@
 """The build command: defaults, refusals, and what is left on disk."""
 
-import importlib.util
 import json
 import resource
 import shutil
@@ -9,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,49 +18,6 @@ from engines import DEMO, ROOT, random_checkpoint, tiny_config, write_target, wr
 from trtree.build.engine_dir import EngineDir
 from trtree.build.text_files import check_tokenizer
 from trtree.runtime.session import Session
-
-
-@pytest.fixture(scope="module")
-def command() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_engine", ROOT / "build_engine.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def run(command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Run the command in an empty folder, the demo's files as its defaults."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> int:
-        try:
-            return command.main([str(a) for a in arguments])
-        except SystemExit as exit_:  # argparse
-            return int(exit_.code or 0)
-
-    return call
-
-
-@pytest.fixture
-def refused(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
-    """Run with bad input: exit code 2, one line, nothing left behind. Returns the line."""
-
-    def call(*arguments: object) -> str:
-        before = sorted(tmp_path.rglob("*"))
-        assert run(*arguments) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        lines = captured.err.strip().splitlines()
-        assert "Traceback" not in captured.err
-        assert sorted(tmp_path.rglob("*")) == before
-        assert len([line for line in lines if "error: " in line]) == 1
-        return lines[-1]
-
-    return call
 
 
 @pytest.fixture

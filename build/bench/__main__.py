@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from trtree.build.bench import build
+from trtree.build.bench import build, convert
 from trtree.build.checkpoint import CheckpointError
 from trtree.build.engine_dir import EngineDirError
 from trtree.build.network.network import NetworkError
@@ -13,7 +13,7 @@ from trtree.build.options import OptionError
 from trtree.runtime.cli import run_command
 
 # A benchmark is a module of this package; its docstring is its help.
-BENCHES = {"build": build}
+BENCHES = {"build": build, "convert": convert}
 ERRORS = (CheckpointError, NetworkError, OptionError, EngineDirError)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trtree.build.checkpoint import Checkpoint, LinearWeight
+from trtree.build.checkpoint import Checkpoint, LinearWeight, QuantizationConfig
 from trtree.build.network.graph import WeightInfo
 from trtree.build.network.network import Owner
 from trtree.build.options import OptionError
@@ -143,6 +143,8 @@ class WidenedCheckpoint:
 
     def describe(self, module: str, source: CheckpointSource, owner: Owner) -> WeightInfo:
         small = source.describe(self._original(module), owner, ())
+        if small.pre_quant_scale:
+            raise OptionError(f"cannot widen: {module} scales its input (NVFP4_AWQ)")
         if len(small.shape) == 1:
             return replace(small, shape=self._vector_shape(module, small.shape[0]))
         groups, _, large = self._widening.in_groups(module, small.shape[1])
@@ -226,6 +228,9 @@ class WidenedSource:
 
     def config(self, owner: Owner) -> Mapping[str, Any]:
         return self._wide[owner].config
+
+    def quantization(self, owner: Owner) -> QuantizationConfig | None:
+        return self._source.quantization(owner)
 
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         return self._wide[owner].describe(module, self._source, owner)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trtree.build import builder
 from trtree.build.bench.widen import Shape, WidenedSource
-from trtree.build.checkpoint import Checkpoint, dflash_config
+from trtree.build.checkpoint import dflash_config
 from trtree.build.options import BuildOptions, OptionError
 from trtree.build.source import CheckpointSource
 
@@ -18,9 +18,7 @@ def build_widened(options: BuildOptions, shape: Shape) -> Path:
     """
     if options.drafter is None:
         raise OptionError("--widen needs a pair: a checkpoint and a drafter")
-    source = CheckpointSource(
-        Checkpoint.open(options.checkpoint), Checkpoint.open(options.drafter), options.activations
-    )
+    source = CheckpointSource.open(options)
     drafter = dflash_config.read_drafter(source.checkpoint("drafter"))
     wide = WidenedSource(source, shape)
     drafter = replace(

@@ -6,9 +6,11 @@ configuration; ``write.py`` makes checkpoints for tests and benchmarks.
 
 from trtree.build.checkpoint.dflash_config import DrafterConfig, read_drafter
 from trtree.build.checkpoint.errors import CheckpointError
-from trtree.build.checkpoint.linear import LinearInfo, LinearWeight
-from trtree.build.checkpoint.quantization import QuantizationConfig
+from trtree.build.checkpoint.headers import LinearInfo
+from trtree.build.checkpoint.linear import LinearWeight
+from trtree.build.checkpoint.quantized import QuantizedCheckpoint
 from trtree.build.checkpoint.reader import Checkpoint
+from trtree.build.checkpoint.scheme import QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "LinearInfo",
     "LinearWeight",
     "QuantizationConfig",
+    "QuantizedCheckpoint",
     "TensorInfo",
     "read_drafter",
 ]

@@ -1,14 +1,15 @@
 """A DFlash drafter's configuration, normalised and checked.
 
 The format is z-lab's (``DFlashDraftModel``): Qwen3 fields at the top level and
-drafter fields there or under ``dflash_config``.
+drafter fields there or under ``dflash_config``; ``speculators.py`` restates the other one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trtree.build.checkpoint import speculators
 from trtree.build.checkpoint.errors import CheckpointError
 from trtree.build.checkpoint.reader import Checkpoint
 
@@ -22,7 +23,6 @@ _VARIANTS = {
     "JetSpec": ("causal_head", "jetspec_config"),
     "Domino": ("gru_hidden_dim", "domino_config"),
 }
-_SPECULATORS = ("speculators_model_type", "transformer_layer_config", "speculators_config")
 # Fields that change the arithmetic, with the value that leaves it alone.
 _NEUTRAL = {
     "attention_sink_bias": False,
@@ -44,6 +44,7 @@ class DrafterConfig:
     target_layer_ids: the target layers whose outputs it sees, in concatenation order;
         zero-based, so L is Hugging Face's ``hidden_states[L + 1]``.
     layer_ids_read_as: how the file counted: "L", "L+1", or "default" when it named none.
+    num_target_layers: None where the file does not say.
     causal: per layer, whether a block slot sees only the slots before it. Unless the
         file says so for all layers, sliding layers are causal and full ones are not, as
         in z-lab's model.
@@ -54,7 +55,7 @@ class DrafterConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     layer_ids_read_as: LayerIds
-    num_target_layers: int
+    num_target_layers: int | None
     causal: tuple[bool, ...]
 
     def check_target(self, target: Mapping[str, Any]) -> None:
@@ -64,16 +65,22 @@ class DrafterConfig:
             CheckpointError: naming the field and both values.
         """
         text = target.get("text_config", target)
+        layers = text.get("num_hidden_layers")
         for field, ours, theirs in (
             ("hidden_size", self.transformer["hidden_size"], "hidden_size"),
             ("vocab_size", self.transformer["vocab_size"], "vocab_size"),
-            ("num_target_layers", self.num_target_layers, "num_hidden_layers"),
+            ("num_target_layers", self.num_target_layers or layers, "num_hidden_layers"),
         ):
             if ours != text.get(theirs):
                 raise CheckpointError(
                     f"the drafter's {field} is {ours}, the target's {theirs} is "
                     f"{text.get(theirs)}; use the drafter made for this target"
                 )
+        if isinstance(layers, int) and max(self.target_layer_ids) >= layers:
+            raise CheckpointError(
+                f"the drafter taps layer {max(self.target_layer_ids)} (from 0), the target has "
+                f"num_hidden_layers {layers}; use the drafter made for this target"
+            )
 
 
 def read_drafter(checkpoint: Checkpoint) -> DrafterConfig:
@@ -84,6 +91,7 @@ def read_drafter(checkpoint: Checkpoint) -> DrafterConfig:
             or tensor that is missing, unknown or of the wrong value or shape.
     """
     drafter = parse(checkpoint.config, checkpoint.directory / "config.json")
+    drafter = _without_last_tap(checkpoint, drafter)
     _check_tensors(checkpoint, drafter)
     return drafter
 
@@ -105,11 +113,14 @@ def parse(config: Mapping[str, Any], where: Path) -> DrafterConfig:
     Raises:
         CheckpointError: see ``read_drafter``.
     """
+    other_format = speculators.is_speculators(config)
+    if other_format:
+        config = speculators.restated(config, where)
     fields = _Fields(config, where)
     _refuse_variants(fields)
     for key in ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"):
         fields.integer(key, 1)
-    target_layers = fields.integer("num_target_layers", 1)
+    target_layers = None if other_format else fields.integer("num_target_layers", 1)
     ids, read_as = _target_layer_ids(fields, target_layers)
     layer_types, window = _attention(fields)
     mask = fields.integer("mask_token_id", 0)
@@ -128,7 +139,7 @@ def parse(config: Mapping[str, Any], where: Path) -> DrafterConfig:
         block_size=fields.integer("block_size", 1),
         mask_token_id=mask,
         target_layer_ids=ids,
-        layer_ids_read_as=read_as,
+        layer_ids_read_as="L+1" if other_format else read_as,
         num_target_layers=target_layers,
         causal=_causal(fields, layer_types),
     )
@@ -195,12 +206,6 @@ def _refuse_variants(fields: _Fields) -> None:
                 f"{fields.where}: {variant} drafters ({reason}) are not supported yet; "
                 "supported: DFlash"
             )
-    for key in _SPECULATORS:
-        if key in fields.config:
-            raise CheckpointError(
-                f"{fields.where}: the speculators format (key {key}) is not supported yet; "
-                "supported: z-lab's DFlash format"
-            )
     if not any(name in ARCHITECTURES for name in architectures):
         raise CheckpointError(
             f"{fields.where}: architectures {architectures} is no DFlash drafter; "
@@ -212,15 +217,29 @@ def _refuse_variants(fields: _Fields) -> None:
             raise CheckpointError(f"{fields.where}: {key} {value!r} is not supported yet")
 
 
-def _target_layer_ids(fields: _Fields, target_layers: int) -> tuple[tuple[int, ...], LayerIds]:
+def _without_last_tap(checkpoint: Checkpoint, drafter: DrafterConfig) -> DrafterConfig:
+    """speculators may list the layer whose states it trained against after those it taps."""
+    if drafter.layer_ids_read_as != "L+1" or not checkpoint.has_weight("fc"):
+        return drafter
+    taps = checkpoint.linear_info("fc").in_features / drafter.transformer["hidden_size"]
+    ids = drafter.target_layer_ids
+    return replace(drafter, target_layer_ids=ids[:-1]) if taps == len(ids) - 1 else drafter
+
+
+def _target_layer_ids(
+    fields: _Fields, target_layers: int | None
+) -> tuple[tuple[int, ...], LayerIds]:
     ids = fields.get("target_layer_ids")
     read_as: LayerIds = "default" if ids is None else "L"
     if ids is None:
+        assert target_layers is not None  # only z-lab's files leave the ids out
         ids = default_target_layer_ids(target_layers, fields.integer("num_hidden_layers", 1))
     if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
         raise CheckpointError(
             f"{fields.where}: target_layer_ids {ids!r} is not a list of layer numbers"
         )
+    if target_layers is None:
+        return tuple(ids), read_as
     if outside := [i for i in ids if not 0 <= i < target_layers]:
         origin = " (the default, as the file names none)" if read_as == "default" else ""
         raise CheckpointError(
@@ -285,7 +304,7 @@ def _check_tensors(checkpoint: Checkpoint, drafter: DrafterConfig) -> None:
     """11 tensors per layer and 3 more, each of the shape the configuration implies."""
     fields = _Fields(drafter.transformer, checkpoint.directory / "config.json")
     shapes = _shapes(fields, len(drafter.target_layer_ids))
-    missing = [f"{module}.weight" for module in shapes if f"{module}.weight" not in checkpoint]
+    missing = [f"{module}.weight" for module in shapes if not checkpoint.has_weight(module)]
     if missing:
         raise CheckpointError(
             f"{checkpoint.directory}: the drafter lacks {len(missing)} of {len(shapes)} tensors: "
@@ -293,16 +312,17 @@ def _check_tensors(checkpoint: Checkpoint, drafter: DrafterConfig) -> None:
         )
     for module, shape in shapes.items():
         name = f"{module}.weight"
-        actual = checkpoint.info(name).shape
+        stored = checkpoint.weight_info(module)
+        actual = stored.shape
         if len(shape) == 2:
             info = checkpoint.linear_info(module)
             actual = (info.out_features, info.in_features)
         if actual != shape:
             raise CheckpointError(
-                f"{checkpoint.info(name).file}: tensor {name} has shape {list(actual)}, "
+                f"{stored.file}: tensor {name} has shape {list(actual)}, "
                 f"config.json implies {list(shape)}"
             )
-    checkpoint.check_coverage(shapes)
+    checkpoint.check_coverage(shapes, speculators.ignored_tensors(checkpoint))
 
 
 def _shapes(fields: _Fields, taps: int) -> dict[str, tuple[int, ...]]:

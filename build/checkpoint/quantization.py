@@ -2,35 +2,31 @@
 
 ModelOpt writes the same facts twice: ``hf_quant_config.json`` and ``config.json``'s
 ``quantization_config``. Either is enough; where both are there they must agree.
+compressed-tensors has the latter alone, and a vocabulary of its own; see
+``compressed_tensors.py``.
 """
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from trtree.build.checkpoint import compressed_tensors
 from trtree.build.checkpoint.errors import CheckpointError
-from trtree.build.checkpoint.patterns import matcher
+from trtree.build.checkpoint.json_file import read_json
+from trtree.build.checkpoint.scheme import ALGORITHMS, MIXED, QuantizationConfig
 from trtree.plugins.nvfp4_linear.format import BLOCK
 
 SIDECAR = "hf_quant_config.json"
-
-# What the linears' inputs are rounded to, by algorithm.
-ACTIVATIONS: dict[str, Literal["nvfp4", "bf16"]] = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16"}
+_PER_CHANNEL = "FP8_PER_CHANNEL_PER_TOKEN"
+_KV_CACHES = ("FP8", "NVFP4")
 
 # Algorithms of ModelOpt's exporter that are known but not supported.
 _UNSUPPORTED = {
-    "FP8",
     "FP8_PB_REAL",
     "FP8_PB_WO",
-    "FP8_PER_CHANNEL_PER_TOKEN",
-    "MIXED_PRECISION",
     "MXFP4",
     "MXFP8",
-    "NVFP4_AWQ",
     "NVFP4_SVD",
     "W4A16_AWQ",
     "W4A8_AWQ",
@@ -42,34 +38,6 @@ _UNSUPPORTED = {
 
 
 @dataclass(frozen=True)
-class QuantizationConfig:
-    """What is quantized, and how.
-
-    algorithm: "NVFP4" or "W4A16_NVFP4". exclusions: patterns of modules left alone.
-    kv_cache: the algorithm calibrated for the KV cache, or None. source: the file
-    this was read from, for messages.
-    """
-
-    algorithm: str
-    exclusions: tuple[str, ...] = ()
-    kv_cache: str | None = None
-    source: str = SIDECAR
-
-    @property
-    def activations(self) -> Literal["nvfp4", "bf16"]:
-        """What the algorithm rounds the quantized linears' inputs to."""
-        return ACTIVATIONS[self.algorithm]
-
-    def is_excluded(self, module: str) -> bool:
-        """Whether the configuration leaves this module unquantized."""
-        return self._excluded.fullmatch(module) is not None
-
-    @cached_property
-    def _excluded(self) -> re.Pattern[str]:
-        return matcher(self.exclusions)
-
-
-@dataclass(frozen=True)
 class _Facts:
     """One of the two configurations, before it is judged; field names are for messages."""
 
@@ -77,6 +45,7 @@ class _Facts:
     group_size: int | None
     exclusions: frozenset[str]
     kv_cache: str | None
+    layers: tuple[tuple[str, str], ...] = ()  # of MIXED_PRECISION
 
 
 def read_quantization(directory: Path, config: Mapping[str, Any]) -> QuantizationConfig | None:
@@ -95,25 +64,14 @@ def read_quantization(directory: Path, config: Mapping[str, Any]) -> Quantizatio
     inline = config.get("quantization_config")
     if inline:
         where = f"{directory / 'config.json'}: quantization_config"
+        if isinstance(inline, dict) and inline.get("quant_method") == "compressed-tensors":
+            if found:
+                raise CheckpointError(
+                    f"{where} is compressed-tensors', {sidecar} is ModelOpt's; remove one"
+                )
+            return compressed_tensors.parse(inline, where)
         found[where] = _from_inline(inline, where)
     return _judge(_agreed(found), next(iter(found))) if found else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        CheckpointError: the file is missing, not JSON, or not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
-    return value
 
 
 def _from_sidecar(data: Any, where: str) -> _Facts:
@@ -125,6 +83,7 @@ def _from_sidecar(data: Any, where: str) -> _Facts:
         group_size=_group_size(body.get("group_size"), where),
         exclusions=_exclusions(body.get("exclude_modules"), f"{where}: exclude_modules"),
         kv_cache=_name(body.get("kv_cache_quant_algo"), f"{where}: kv_cache_quant_algo"),
+        layers=_layers(body.get("quantized_layers"), f"{where}: quantized_layers"),
     )
 
 
@@ -137,24 +96,27 @@ def _from_inline(data: Any, where: str) -> _Facts:
     if method != "modelopt":
         raise CheckpointError(
             f"{where}: quant_method {method!r} is not supported; "
-            f"supported: ModelOpt exports of {_supported()}"
+            f"supported: compressed-tensors, and ModelOpt exports of {_supported()}"
         )
     algorithm = _name(data.get("quant_algo"), f"{where}: quant_algo")
     groups = data.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise CheckpointError(f"{where}: config_groups must be an object of objects")
-    if algorithm in ACTIVATIONS:
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
         for name, group in groups.items():
             _check_activations(algorithm, group, f"{where}: config_groups.{name}")
     sizes = {
         _group_size((group.get("weights") or {}).get("group_size"), where)
         for group in groups.values()
     }
+    if algorithm == MIXED:
+        sizes.clear()  # each layer says its own
     if len(sizes) > 1:
         raise CheckpointError(f"{where}: config_groups name several group sizes: {sizes}")
     return _Facts(
         quant_algo=algorithm,
         group_size=sizes.pop() if sizes else None,
+        layers=_layers(data.get("quantized_layers"), f"{where}: quantized_layers"),
         exclusions=_exclusions(data.get("ignore"), f"{where}: ignore"),
         kv_cache=_kv_cache(data.get("kv_cache_scheme"), f"{where}: kv_cache_scheme"),
     )
@@ -163,11 +125,10 @@ def _from_inline(data: Any, where: str) -> _Facts:
 def _check_activations(algorithm: str, group: Mapping[str, Any], where: str) -> None:
     """A weight-only group under a W4A4 algorithm, or the reverse, would be misread."""
     quantized = group.get("input_activations") is not None
-    if quantized != (ACTIVATIONS[algorithm] == "nvfp4"):
+    if quantized != (ALGORITHMS[algorithm].activations == "nvfp4"):
         raise CheckpointError(
             f"{where}: input_activations {group.get('input_activations')!r} contradict "
-            f"quant_algo {algorithm!r}; correct quant_algo "
-            f"({' or '.join(ACTIVATIONS)}) or the group"
+            f"quant_algo {algorithm!r}; correct quant_algo (NVFP4 or W4A16_NVFP4) or the group"
         )
 
 
@@ -190,28 +151,71 @@ def _agreed(found: Mapping[str, _Facts]) -> _Facts:
             f"{a_where} alone excludes {sorted(a.exclusions - b.exclusions)}, {b_where} alone "
             f"{sorted(b.exclusions - a.exclusions)}; correct one of them"
         )
-    return replace(a, group_size=a.group_size or b.group_size, kv_cache=a.kv_cache or b.kv_cache)
+    if a.layers != b.layers and a.layers and b.layers:
+        differing = sorted({name for name, _ in set(a.layers) ^ set(b.layers)})
+        raise CheckpointError(
+            f"{a_where} and {b_where}: quantized_layers differ in {differing}; correct one of them"
+        )
+    return replace(
+        a,
+        layers=a.layers or b.layers,
+        group_size=a.group_size or b.group_size,
+        kv_cache=a.kv_cache or b.kv_cache,
+    )
 
 
 def _judge(facts: _Facts, where: str) -> QuantizationConfig | None:
     algorithm = facts.quant_algo
     if algorithm is None:
         return None
-    if algorithm not in ACTIVATIONS:
-        known = "not supported yet" if algorithm in _UNSUPPORTED else "unknown"
+    if algorithm == MIXED and not facts.layers:
         raise CheckpointError(
-            f"{where}: quantization algorithm {algorithm!r} is {known}; supported: {_supported()}"
+            f"{where}: {MIXED} without quantized_layers says nothing; export again"
         )
-    if facts.group_size not in (None, BLOCK):
+    for name in (algorithm, *(layer for _, layer in facts.layers)):
+        if name not in ALGORITHMS and name != MIXED:
+            known = "not supported yet" if name in _UNSUPPORTED else "unknown"
+            raise CheckpointError(
+                f"{where}: quantization algorithm {name!r} is {known}; supported: {_supported()}"
+            )
+    if facts.group_size not in (None, BLOCK) and algorithm not in ("FP8", _PER_CHANNEL):
         raise CheckpointError(
             f"{where}: group_size {facts.group_size} is not supported for {algorithm}; "
             f"only {BLOCK} is"
         )
-    return QuantizationConfig(algorithm, tuple(sorted(facts.exclusions)), facts.kv_cache, where)
+    if facts.kv_cache not in (None, *_KV_CACHES):
+        raise CheckpointError(
+            f"{where}: KV-cache quantization {facts.kv_cache!r} is not supported; supported: "
+            f"{', '.join(_KV_CACHES)}"
+        )
+    return QuantizationConfig(
+        algorithm,
+        tuple(sorted(facts.exclusions)),
+        facts.kv_cache,
+        where,
+        layers=facts.layers if algorithm == MIXED else (),
+    )
 
 
 def _supported() -> str:
-    return ", ".join(ACTIVATIONS)
+    return ", ".join((*ALGORITHMS, MIXED))
+
+
+def _layers(value: Any, where: str) -> tuple[tuple[str, str], ...]:
+    """Module -> algorithm, sorted."""
+    layers = {} if value is None else value
+    if not isinstance(layers, dict) or not all(isinstance(v, dict) for v in layers.values()):
+        raise CheckpointError(f"{where} must be an object of objects, not {value!r:.80}")
+    found = []
+    for module, entry in layers.items():
+        algorithm = _name(entry.get("quant_algo"), f"{where}.{module}.quant_algo")
+        size = _group_size(entry.get("group_size"), f"{where}.{module}")
+        if algorithm is None:
+            raise CheckpointError(f"{where}.{module} names no quant_algo")
+        if size not in (None, BLOCK) and "NVFP4" in algorithm:
+            raise CheckpointError(f"{where}.{module}: group_size {size} is not supported")
+        found.append((module, algorithm))
+    return tuple(sorted(found))
 
 
 def _name(value: Any, where: str) -> str | None:

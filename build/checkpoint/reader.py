@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
-from trtree.build.checkpoint import linear
+from trtree.build.checkpoint import fused_experts, headers, linear
 from trtree.build.checkpoint.errors import CheckpointError
-from trtree.build.checkpoint.linear import LinearInfo, LinearWeight
-from trtree.build.checkpoint.patterns import matcher
-from trtree.build.checkpoint.quantization import QuantizationConfig, read_json, read_quantization
+from trtree.build.checkpoint.headers import LinearInfo
+from trtree.build.checkpoint.json_file import read_json
+from trtree.build.checkpoint.linear import LinearWeight
+from trtree.build.checkpoint.patterns import matcher, prediction_layers
+from trtree.build.checkpoint.quantization import read_quantization
+from trtree.build.checkpoint.scheme import QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo, map_tensor, read_header
 
 SINGLE = "model.safetensors"
@@ -55,8 +58,10 @@ class Checkpoint:
         _check_directory(directory)
         config = read_json(directory / "config.json")
         quantization = read_quantization(directory, config)
-        tensors = _read_headers(directory)
-        linear.check_quantized_modules(tensors, quantization)
+        tensors = fused_experts.split(_read_headers(directory), config)
+        left_out = matcher(prediction_layers(config))
+        used = {name: info for name, info in tensors.items() if not left_out.fullmatch(name)}
+        headers.check_quantized_modules(used, quantization)
         return cls(directory, config, quantization, tensors)
 
     def names(self) -> list[str]:
@@ -93,10 +98,32 @@ class Checkpoint:
         """What kind of linear ``module`` is, from headers only.
 
         Raises:
-            CheckpointError: see ``linear.describe``.
+            CheckpointError: see ``headers.describe``.
         """
-        self.info(f"{module}.weight")  # its absence is named with the directory
-        return linear.describe(self._tensors, self.quantization, module)
+        self.weight_info(module)  # its absence is named with the directory
+        return headers.describe(self._tensors, self.quantization, module)
+
+    def has_weight(self, module: str) -> bool:
+        """Whether the module is in the checkpoint."""
+        return headers.weight_info(self._tensors, module) is not None
+
+    def weight_info(self, module: str) -> TensorInfo:
+        """The tensor that holds a module's weight, as stored.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        info = headers.weight_info(self._tensors, module)
+        return info or self.info(f"{module}.weight")
+
+    def kv_scales(self) -> dict[str, float]:
+        """The KV cache's calibrated scales, by tensor name.
+
+        Raises:
+            CheckpointError: one is not a positive number.
+        """
+        names = [name for name in self.names() if name.endswith(headers.KV_SCALE_SUFFIXES)]
+        return {name: float(linear.positive_scalar(self, name)) for name in names}
 
     def linear(self, modules: Sequence[str]) -> LinearWeight:
         """One linear, or several fused along out_features in the given order.
@@ -138,7 +165,8 @@ class Checkpoint:
 
 def _covered_by_module(name: str, modules: set[str]) -> bool:
     module, _, part = name.rpartition(".")
-    return part in linear.PARTS and module in modules
+    # The KV cache's scales belong to the attention, or to its projections.
+    return (part in headers.PARTS and module in modules) or part in headers.KV_SCALES
 
 
 def _check_directory(directory: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from trtree.build.checkpoint.patterns import matcher
-from trtree.build.checkpoint.quantization import ACTIVATIONS, SIDECAR, QuantizationConfig
+from trtree.build.checkpoint.quantization import SIDECAR
 from trtree.build.checkpoint.reader import INDEX, SINGLE
+from trtree.build.checkpoint.scheme import ALGORITHMS, QuantizationConfig
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 # Inputs up to 8 in magnitude are covered; beyond, they saturate.
@@ -21,6 +22,8 @@ DEFAULT_INPUT_SCALE = 8.0 / (nvfp4.E2M1_MAX * nvfp4.E4M3_MAX)
 DEFAULT_EXCLUDE = ("lm_head", "model.embed_tokens")
 # Linears of one input share a global scale, as ModelOpt's exporter makes them.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+_WRITTEN = ("NVFP4", "W4A16_NVFP4")
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -86,8 +89,8 @@ def quantize_state_dict(
         ValueError: an unknown algorithm, a module without an input scale, a weight that
             cannot be quantized.
     """
-    if algorithm not in ACTIVATIONS:
-        raise ValueError(f"algorithm {algorithm!r} is none of {', '.join(ACTIVATIONS)}")
+    if algorithm not in _WRITTEN:
+        raise ValueError(f"algorithm {algorithm!r} is none of {', '.join(_WRITTEN)}")
     excluded = matcher(exclude)
     group_of = {module: tuple(group) for group in fused for module in group}
     waiting: dict[tuple[str, ...], dict[str, torch.Tensor]] = defaultdict(dict)
@@ -103,7 +106,7 @@ def quantize_state_dict(
             yield f"{module}.weight", result.codes
             yield f"{module}.weight_scale", result.block_scale
             yield f"{module}.weight_scale_2", result.global_scale.clone()
-            if ACTIVATIONS[algorithm] == "nvfp4":
+            if ALGORITHMS[algorithm].activations == "nvfp4":
                 yield f"{module}.input_scale", _input_scale(input_scales, module)
 
     for name, tensor in tensors:
@@ -144,7 +147,7 @@ def _sidecar(quantization: QuantizationConfig) -> dict[str, Any]:
 def _inline(quantization: QuantizationConfig) -> dict[str, Any]:
     numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
     group: dict[str, Any] = {"weights": numbers, "targets": ["Linear"]}
-    if quantization.activations == "nvfp4":
+    if ALGORITHMS[quantization.algorithm].activations == "nvfp4":
         group["input_activations"] = numbers
     inline: dict[str, Any] = {
         "config_groups": {"group_0": group},

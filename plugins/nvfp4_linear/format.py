@@ -26,7 +26,8 @@ _MIDPOINTS = (_E2M1[:-1] + _E2M1[1:]) / 2
 
 class QuantizedTensor(NamedTuple):
     """codes: uint8 [O, K/2], low nibble = even element; block_scale: float8_e4m3fn
-    [O, K/16]; global_scale: float32 scalar."""
+    [O, K/16]; global_scale: float32 scalar, or float64 where a checkpoint stores its
+    reciprocal."""
 
     codes: torch.Tensor
     block_scale: torch.Tensor
@@ -67,8 +68,13 @@ def e2m1_values(packed: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(weight: QuantizedTensor) -> torch.Tensor:
-    """float32 [O, K]; equal to ModelOpt's own dequantization to the last bit."""
-    scale = weight.block_scale.float() * weight.global_scale.float()
+    """float32 [O, K]; equal to the exporters' own dequantization to the last bit.
+
+    A block scale has 4 significant bits, so that its product with a float32 is exact in
+    float64; with the float64 reciprocal of a float32 it is so near the quotient that both
+    round to the same float32.
+    """
+    scale = (weight.block_scale.double() * weight.global_scale.double()).float()
     return e2m1_values(weight.codes) * scale.repeat_interleave(BLOCK, dim=-1)
 
 
@@ -104,7 +110,7 @@ def rescale(weight: QuantizedTensor, global_scale: torch.Tensor) -> QuantizedTen
     """The same tensor under another global scale; block scales are rounded to e4m3 again."""
     factor = weight.global_scale.float() / global_scale.float()
     block_scale = (weight.block_scale.float() * factor).clamp(max=E4M3_MAX)
-    return QuantizedTensor(weight.codes, block_scale.to(torch.float8_e4m3fn), global_scale.float())
+    return QuantizedTensor(weight.codes, block_scale.to(torch.float8_e4m3fn), global_scale)
 
 
 def quantize_rows(x: torch.Tensor, input_scale: torch.Tensor) -> QuantizedRows:

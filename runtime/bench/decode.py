@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--activations", choices=("nvfp4", "bf16"), help="default: the pair's")
     parser.add_argument(
+        "--quantize-drafter", choices=("nvfp4",), help="W4A16 drafter (default: as it is stored)"
+    )
+    parser.add_argument(
+        "--block-size", type=positive, metavar="B", help="default: the drafter's own"
+    )
+    parser.add_argument(
         "--against",
         choices=("dflash",),
         help="instead, compare the chain on the pair itself with z-lab's published package",
@@ -61,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Builds, checks, measures."""
-    options = read_options(args.config).with_overrides({"activations": args.activations})
+    options = read_options(args.config).with_overrides(
+        {name: getattr(args, name) for name in ("activations", "quantize_drafter", "block_size")}
+    )
     options = options.with_changes({"backend": "cpu"})
     prompts = read_prompts(args.prompts)
     if args.against:
@@ -74,6 +82,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         _check_tokens(small, wide, prompts, args.max_tokens)
         result = {
             "widen": args.widen,
+            "quantize_drafter": args.quantize_drafter,
+            "block_size": wide.engine.capabilities().block_size,
             "activations": wide.engine.capabilities().activations,
             "threads": len(os.sched_getaffinity(0)),
             "step": _measure_steps(wide.engine, args.repeats),

@@ -10,13 +10,16 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <span>
 #include <stdexcept>
-#include <utility>
 #include <vector>
 
+#include "runtime/cpp/active_request.hpp"
 #include "runtime/cpp/engine.hpp"
-#include "runtime/cpp/kv_page_pool.hpp"
+#include "runtime/cpp/kv_pages.hpp"
 #include "runtime/cpp/request.hpp"
+#include "runtime/cpp/tree_policy.hpp"
 
 namespace trtree {
 
@@ -43,7 +46,9 @@ struct ExecutorConfig {
   KvCacheConfig kv_cache_config = {};
   SchedulerConfig scheduler_config = {};
   int32_t max_queue_size = 0;  // requests that wait; 0: any number
-  bool record_rounds = false;  // for take_rounds()
+  int32_t load_rows = 0;       // of a step, for BudgetPolicy::kLoad; 0: default_load_rows()
+  std::optional<CostModel> cost_model = std::nullopt;  // for BudgetPolicy::kAdaptive
+  bool record_rounds = false;                          // for take_rounds()
 };
 
 // Counts since the executor began, but for those "now".
@@ -106,39 +111,56 @@ class Executor {
   ExecutorStatistics latest_statistics() const;
 
  private:
-  struct Active;
+  using Requests = std::deque<std::unique_ptr<ActiveRequest>>;
 
+  // Between rounds: executor.cpp.
   std::vector<Response> take_mail();
   bool await_mail(double timeout_seconds);
   Response cancel(int64_t request_id);
   void publish_statistics();
+  bool paged() const { return capabilities_.kv_layout == KvLayout::kPaged; }
+  int32_t pages_for(const Request& request, int32_t tokens) const;
   void admit();
-  std::vector<Active*> schedule();
-  void draft(const std::vector<Active*>& scheduled);
-  std::vector<Response> verify(const std::vector<Active*>& scheduled);
-  void accept(Active& request, const StepResult& result, size_t first_output,
-              std::vector<Commit>& commits, std::vector<Response>& responses);
+  bool admit(ActiveRequest& request);
+  std::vector<ActiveRequest*> schedule();
+  void choose_drafting(std::span<ActiveRequest* const> requests);
+  bool make_room(ActiveRequest& request, std::vector<ActiveRequest*>& scheduled);
+  void preempt(ActiveRequest& request);
+  void leave(ActiveRequest& request);
   void retire(const std::vector<Response>& responses);
-  int32_t pages_for(const Request& request) const;
+
+  // One round: executor_round.cpp.
+  struct RowOutputs;
+  std::vector<Response> run_round(const std::vector<ActiveRequest*>& scheduled);
+  void draft(const std::vector<ActiveRequest*>& scheduled);
+  void fit_budgets(const std::vector<ActiveRequest*>& scheduled);
+  RoundLoad load_of(const std::vector<ActiveRequest*>& scheduled) const;
+  void count_step(const std::vector<ActiveRequest*>& scheduled, const RowBatch& batch);
+  Response accept(ActiveRequest& request, const RowOutputs& outputs, std::vector<int32_t>& rows);
+  void emit(ActiveRequest& request, int32_t token, Response& response);
+  void take_prompt_log_probs(ActiveRequest& request, const RowOutputs& outputs);
+  RoundRecord record_of(const ActiveRequest& request, const RowBatch& batch, size_t index,
+                        const Commit& commit, const Response& response) const;
 
   Engine& engine_;
   const Capabilities capabilities_;
   const ExecutorConfig config_;
-  KvPagePool pages_;
+  KvPages pages_;
+  std::optional<AdaptiveBudget> adaptive_;
   std::vector<int32_t> free_slots_;
-  std::deque<std::pair<int64_t, Request>> queue_;
-  std::deque<std::unique_ptr<Active>> active_;  // the front is scheduled first
+  Requests queue_;   // in order of arrival
+  Requests active_;  // in order of arrival
   ExecutorStatistics statistics_;
   std::mutex round_;  // held while rounds run
 
   mutable std::mutex mailbox_;  // guards what follows
   std::condition_variable mail_;
-  bool shut_down_ = false;
-  std::vector<RoundRecord> rounds_;
-  std::deque<std::pair<int64_t, Request>> arrivals_;
+  Requests arrivals_;
   std::vector<int64_t> cancellations_;
   int64_t next_id_ = 1;
+  bool shut_down_ = false;
   ExecutorStatistics published_;
+  std::vector<RoundRecord> rounds_;
 };
 
 }  // namespace trtree

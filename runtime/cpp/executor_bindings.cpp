@@ -1,7 +1,12 @@
 // The executor, seen from Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <type_traits>
 
 #include "runtime/cpp/executor.hpp"
 
@@ -42,25 +47,35 @@ void bind_config(nb::module_& m) {
   nb::class_<ExecutorConfig>(m, "ExecutorConfig",
                              "medusa_choices: rank paths of the engine's static tree, if any. "
                              "max_queue_size: requests that wait, 0 for any number. "
+                             "load_rows: of a step, for BudgetPolicy.LOAD; 0 for two full trees. "
+                             "cost_model: for BudgetPolicy.ADAPTIVE. "
                              "record_rounds: keep what take_rounds() returns.")
       .def(
           "__init__",
           [](ExecutorConfig* self, std::vector<std::vector<int32_t>> medusa_choices,
              bool allow_unsafe_tree_state, KvCacheConfig kv_cache_config,
-             SchedulerConfig scheduler_config, int32_t max_queue_size, bool record_rounds) {
-            new (self)
-                ExecutorConfig{std::move(medusa_choices), allow_unsafe_tree_state, kv_cache_config,
-                               scheduler_config,          max_queue_size,          record_rounds};
+             SchedulerConfig scheduler_config, int32_t max_queue_size, int32_t load_rows,
+             std::optional<CostModel> cost_model, bool record_rounds) {
+            new (self) ExecutorConfig{.medusa_choices = std::move(medusa_choices),
+                                      .allow_unsafe_tree_state = allow_unsafe_tree_state,
+                                      .kv_cache_config = kv_cache_config,
+                                      .scheduler_config = scheduler_config,
+                                      .max_queue_size = max_queue_size,
+                                      .load_rows = load_rows,
+                                      .cost_model = std::move(cost_model),
+                                      .record_rounds = record_rounds};
           },
           "medusa_choices"_a = std::vector<std::vector<int32_t>>{},
           "allow_unsafe_tree_state"_a = false, "kv_cache_config"_a = KvCacheConfig{},
-          "scheduler_config"_a = SchedulerConfig{}, "max_queue_size"_a = 0,
-          "record_rounds"_a = false)
+          "scheduler_config"_a = SchedulerConfig{}, "max_queue_size"_a = 0, "load_rows"_a = 0,
+          "cost_model"_a = nb::none(), "record_rounds"_a = false)
       .def_rw("medusa_choices", &ExecutorConfig::medusa_choices)
       .def_rw("allow_unsafe_tree_state", &ExecutorConfig::allow_unsafe_tree_state)
       .def_rw("kv_cache_config", &ExecutorConfig::kv_cache_config)
       .def_rw("scheduler_config", &ExecutorConfig::scheduler_config)
       .def_rw("max_queue_size", &ExecutorConfig::max_queue_size)
+      .def_rw("load_rows", &ExecutorConfig::load_rows)
+      .def_rw("cost_model", &ExecutorConfig::cost_model)
       .def_rw("record_rounds", &ExecutorConfig::record_rounds);
 }
 
@@ -69,6 +84,16 @@ void bind_statistics(nb::module_& m) {
   nb::class_<S>(m, "ExecutorStatistics",
                 "Counts since the executor began; active and queued requests, free and cached "
                 "pages as of now.")
+      .def("__getstate__", [](const S& self) { return nb::bytes(&self, sizeof(S)); })
+      .def("__setstate__",
+           [](S& self, const nb::bytes& state) {
+             // Ranks of one program send them to each other: the struct's bytes will do.
+             static_assert(std::is_trivially_copyable_v<S>);
+             if (state.size() != sizeof(S))
+               throw std::invalid_argument("not an ExecutorStatistics");
+             new (&self) S{};
+             std::memcpy(&self, state.data(), sizeof(S));
+           })
       .def_ro("target_forwards", &S::target_forwards)
       .def_ro("drafter_forwards", &S::drafter_forwards)
       .def_ro("active_requests", &S::active_requests)

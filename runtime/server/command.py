@@ -8,13 +8,15 @@ import resource
 import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
-from trtree.build.engine_dir import EngineDirError
+from trtree._core import KvLayout
+from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.runtime.cli import integer, run_command, threads
-from trtree.runtime.executor import ExecutorConfig, KvCacheConfig, Request
-from trtree.runtime.local_job import LocalJob
+from trtree.runtime.distributed.job import Job, JobError, open_job
+from trtree.runtime.executor import ExecutorConfig, KvCacheConfig, Request, executor_config
 from trtree.runtime.server import http
 from trtree.runtime.server.app import Settings, create_app
 from trtree.runtime.server.options import (
@@ -30,8 +32,16 @@ from trtree.runtime.service import Chunk, Service, Submission
 from trtree.runtime.session import RequestError
 from trtree.runtime.trace import TraceError, TraceWriter
 
+_log = logging.getLogger(__name__)
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "serve.yaml"
-ERRORS = (http.AddressError, EngineDirError, RequestError, ServeOptionError, TraceError)
+ERRORS = (
+    http.AddressError,
+    EngineDirError,
+    JobError,
+    RequestError,
+    ServeOptionError,
+    TraceError,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,36 +53,56 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     options = _options(args)
     api_key = options.api_key()
-    # A taken port is found before the engine is loaded for nothing.
-    sock = http.bind(options.host, options.port)
-    with sock:
-        job = open_job(options)
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+
+        def listen() -> None:
+            """A taken port is found before the engine is loaded for nothing."""
+            sockets.append(stack.enter_context(http.bind(options.host, options.port)))
+
+        job = stack.enter_context(
+            open_job(
+                options.engine,
+                tp=options.tp,
+                dp=options.dp,
+                executor_config=lambda engine: _executor_config(engine, options),
+                prepare=listen,
+                num_threads=options.threads,
+            )
+        )
         if not job.is_leader:
             job.work()
             return 0
-        trace = TraceWriter(options.trace, options.engine) if options.trace else None
-        service = Service(job.engine_dir, job.executors, round_log=trace)
-        try:
-            return _serve(options, service, job.health, sock, api_key)
-        finally:
-            service.close()
-            if trace is not None:
-                trace.close()
+        return _lead(job, options, sockets[0], api_key)
 
 
-def open_job(options: ServeOptions) -> LocalJob:
-    """The ranks' executors, or this rank's part in them."""
+def _executor_config(engine: EngineDir, options: ServeOptions) -> ExecutorConfig:
+    config = executor_config(engine, options.threads)
+    config.max_queue_size = options.max_queue_size
+    config.kv_cache_config = KvCacheConfig(enable_block_reuse=options.prefix_cache)
+    config.record_rounds = options.trace is not None
+    return config
 
-    def configure(config: ExecutorConfig) -> None:
-        config.max_queue_size = options.max_queue_size
-        config.kv_cache_config = KvCacheConfig(enable_block_reuse=options.prefix_cache)
-        config.record_rounds = options.trace is not None
 
-    job = LocalJob(options.engine, num_threads=options.threads, configure=configure)
-    tp = int(job.engine_dir.manifest["mapping"]["tp_size"])
-    if options.tp not in (None, tp):
-        raise ServeOptionError(f"tp {options.tp}: {options.engine} was built for tp {tp}")
-    return job
+def _lead(job: Job, options: ServeOptions, sock: socket.socket, api_key: str | None) -> int:
+    if options.prefix_cache and job.capabilities.kv_layout == KvLayout.CONTIGUOUS:
+        _log.info("prefix cache: off, as this engine's KV is contiguous")
+    trace = TraceWriter(options.trace, options.engine) if options.trace else None
+    service = Service(job.engine_dir, job.executors, round_log=trace)
+
+    def health() -> dict[int, str | None]:
+        lost = job.health()
+        return {
+            rank: "does not answer" if rank in lost else None
+            for rank in range(job.layout.world_size)
+        }
+
+    try:
+        return _serve(options, service, health, sock, api_key)
+    finally:
+        service.close()
+        if trace is not None:
+            trace.close()
 
 
 def _serve(
@@ -167,6 +197,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tp", type=integer(1), metavar="N", help="ranks of the engine; must be what it has"
+    )
+    parser.add_argument(
+        "--dp",
+        type=integer(1),
+        metavar="N",
+        help="replicas of the engine (default: as many as fit)",
     )
     parser.add_argument(
         "--threads",

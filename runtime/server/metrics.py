@@ -1,48 +1,16 @@
 """Prometheus metrics. Counts that the executor keeps are read from it, not kept again."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from trtree.runtime.executor import ExecutorStatistics
+from trtree.runtime.executor_metrics import COUNTERS, GAUGES
 from trtree.runtime.service import Finished, Service
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
-
-# name, help, value of an executor's statistics
-_GAUGES: tuple[tuple[str, str, Callable[[ExecutorStatistics], float]], ...] = (
-    ("requests_running", "Requests that hold a slot", lambda s: s.active_requests),
-    ("requests_waiting", "Requests in the queue", lambda s: s.queued_requests),
-    ("kv_pages", "KV pages in all", lambda s: s.total_pages),
-    ("kv_pages_free", "KV pages that hold nothing", lambda s: s.free_pages),
-    ("kv_pages_cached", "KV pages only the prefix cache holds", lambda s: s.cached_pages),
-    ("step_rows", "Rows of the last step", lambda s: s.last_step_rows),
-    ("step_requests", "Requests in the last step", lambda s: s.last_step_requests),
-    ("step_tree_nodes", "Draft nodes in the last step", lambda s: s.last_step_tree_nodes),
-    (
-        "tree_budget",
-        "Draft nodes per request in the last step",
-        lambda s: s.last_step_tree_nodes / max(s.last_step_requests, 1),
-    ),
-)
-_COUNTERS: tuple[tuple[str, str, Callable[[ExecutorStatistics], float]], ...] = (
-    ("target_forwards", "Passes of the target", lambda s: s.target_forwards),
-    ("drafter_forwards", "Passes of the drafter", lambda s: s.drafter_forwards),
-    ("verify_forwards", "Verify passes, summed over requests", lambda s: s.verify_forwards),
-    ("prompt_tokens", "Prompt tokens of admitted requests", lambda s: s.prompt_tokens),
-    (
-        "cached_prompt_tokens",
-        "Prompt tokens taken from the prefix cache",
-        lambda s: s.cached_prompt_tokens,
-    ),
-    ("output_tokens", "Tokens generated", lambda s: s.output_tokens),
-    ("drafted_tokens", "Draft nodes verified", lambda s: s.drafted_tokens),
-    ("accepted_tokens", "Draft nodes accepted", lambda s: s.accepted_tokens),
-    ("preemptions", "Times a request's pages were taken away", lambda s: s.preemptions),
-)
 
 
 class Metrics:
@@ -112,12 +80,12 @@ class _ExecutorCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         statistics = self._service.statistics()
-        for name, text, value in _GAUGES:
+        for name, text, value in GAUGES:
             gauge = GaugeMetricFamily(f"trtree_{name}", text, labels=["executor"])
             for index, one in statistics.items():
                 gauge.add_metric([str(index)], value(one))
             yield gauge
-        for name, text, value in _COUNTERS:
+        for name, text, value in COUNTERS:
             counter = CounterMetricFamily(f"trtree_{name}", text, labels=["executor"])
             for index, one in statistics.items():
                 counter.add_metric([str(index)], value(one))

@@ -30,6 +30,7 @@ class ServeOptions:
     served_model_name: str | None = None  # default: the engine directory's name
     api_key_file: Path | None = None
     tp: int | None = None  # default: what the engine was built for
+    dp: int | None = None  # replicas; default: as many as mpirun started ranks for
     threads: int | None = None
     mode: str | None = None  # default: tree, plain if the engine has no drafter
     tree_budget: int | None = None  # default: the engine's
@@ -44,6 +45,7 @@ class ServeOptions:
         for name, least, most in (
             ("port", 0, 65535),
             ("tp", 1, INT32_MAX),
+            ("dp", 1, INT32_MAX),
             ("threads", 1, MAX_THREADS),
             ("tree_budget", 0, INT32_MAX),
             ("max_queue_size", 0, INT32_MAX),

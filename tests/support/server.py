@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,21 @@ START_SECONDS = 60
 
 
 class ServerProcess:
-    """``runtime/serve.py`` on a free port. ``http`` is a client of it."""
+    """``runtime/serve.py`` on a free port. ``http`` is a client of it.
 
-    def __init__(self, engine: Path, *arguments: object, environment: dict[str, str] | None = None):
+    ``launcher`` starts it, as ``("mpirun", "-n", "2")`` does.
+    """
+
+    def __init__(
+        self,
+        engine: Path,
+        *arguments: object,
+        environment: dict[str, str] | None = None,
+        launcher: Sequence[str] = (),
+    ):
         self.process = subprocess.Popen(
             [
+                *launcher,
                 sys.executable,
                 str(ROOT / "runtime" / "serve.py"),
                 *("--engine", str(engine), "--port", "0", "--threads", "1"),

@@ -42,6 +42,10 @@ TRTREE_CLONES void add_row(const float* a, const float* b, int64_t n, float* y) 
   for (int64_t i = 0; i < n; ++i) y[i] = a[i] + b[i];
 }
 
+TRTREE_CLONES void scale_row(const float* x, const float* weight, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; ++i) y[i] = x[i] * weight[i];
+}
+
 // The first of the largest, or -1 if there is a NaN.
 TRTREE_CLONES int32_t argmax_row(const float* x, int64_t n) {
   constexpr int kParts = 16;
@@ -127,6 +131,12 @@ void silu_mul(const Matrix& gate, const Matrix& up, const Matrix& y, Parallel& p
   const trtree::silu_mul::RowKernel kernel = trtree::silu_mul::row_kernel(isa);
   parallel.parallel_for(y.rows, row_grain(y.width), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) kernel(gate.row(r), up.row(r), y.width, y.row(r));
+  });
+}
+
+void scale(const Matrix& x, const float* weight, const Matrix& y, Parallel& parallel) {
+  parallel.parallel_for(y.rows, row_grain(y.width), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) scale_row(x.row(r), weight, y.width, y.row(r));
   });
 }
 

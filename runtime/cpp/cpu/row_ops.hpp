@@ -36,6 +36,9 @@ void rotary_embedding(const Matrix& x, const double* angles, const PlanRope& rop
 // gate / (1 + exp(-gate)) * up.
 void silu_mul(const Matrix& gate, const Matrix& up, const Matrix& y, Parallel& parallel, Isa isa);
 
+// x * weight, one number per column.
+void scale(const Matrix& x, const float* weight, const Matrix& y, Parallel& parallel);
+
 void add(const Matrix& a, const Matrix& b, const Matrix& y, Parallel& parallel);
 
 // The first of the largest logits of each row. Throws std::runtime_error, naming `op` and

@@ -64,12 +64,14 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         algorithm: str | None = "NVFP4",
         exclude: tuple[str, ...] = DEFAULT_EXCLUDE,
         config: dict[str, Any] = CONFIG,
+        kv_cache: str | None = None,
+        directory: str = "model",
         **options: Any,
     ) -> Path:
-        directory = tmp_path / "model"
-        quantization = QuantizationConfig(algorithm, exclude) if algorithm else None
-        write_checkpoint(directory, tensors.items(), config, quantization=quantization, **options)
-        return directory
+        path = tmp_path / directory
+        quantization = QuantizationConfig(algorithm, exclude, kv_cache) if algorithm else None
+        write_checkpoint(path, tensors.items(), config, quantization=quantization, **options)
+        return path
 
     return write
 

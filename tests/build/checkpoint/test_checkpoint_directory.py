@@ -24,7 +24,7 @@ def test_the_demo_target_reads_as_the_safetensors_package_reads_it(demo: Path) -
     assert checkpoint.names() == sorted(expected)
     assert checkpoint.config["architectures"] == ["Qwen3ForCausalLM"]
     assert checkpoint.quantization is not None
-    assert checkpoint.quantization.activations == "nvfp4"
+    assert checkpoint.quantization.activations_of("model.layers.0.mlp.up_proj") == "nvfp4"
     for name, tensor in expected.items():
         info = checkpoint.info(name)
         assert (info.dtype, info.shape) == (tensor.dtype, tensor.shape)
@@ -200,12 +200,12 @@ def test_safetensors_that_are_no_shards_are_left_alone(sharded: Path, dense: Sta
 
 
 def test_coverage_counts_tensors_and_modules(open_tensors: Open, quantized: StateDict) -> None:
-    quantized["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(1.0)
+    quantized["model.rotary.inv_freq"] = torch.tensor(1.0)
     checkpoint = open_tensors(quantized)
     modules = {name.rpartition(".")[0] for name in checkpoint.names()}
-    checkpoint.check_coverage(modules, ignored=["*.k_scale"])
+    checkpoint.check_coverage(modules, ignored=["*.inv_freq"])
     checkpoint.check_coverage(checkpoint.names())
-    with pytest.raises(CheckpointError, match=r"1 of \d+ tensors .*k_proj.k_scale;"):
+    with pytest.raises(CheckpointError, match=r"1 of \d+ tensors .*rotary.inv_freq;"):
         checkpoint.check_coverage(modules)
 
 

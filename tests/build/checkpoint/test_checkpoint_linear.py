@@ -36,8 +36,8 @@ def dequantized(checkpoint: Checkpoint, modules: list[str]) -> torch.Tensor:
 def test_kinds_come_from_the_checkpoint(open_tensors: Open, quantized: StateDict) -> None:
     quantized[f"{Q}.bias"] = torch.zeros(64).bfloat16()
     checkpoint = open_tensors(quantized)
-    assert checkpoint.linear_info(Q) == LinearInfo("nvfp4", 64, 32, True, torch.uint8)
-    assert checkpoint.linear_info(K) == LinearInfo("nvfp4", 32, 32, False, torch.uint8)
+    assert checkpoint.linear_info(Q) == LinearInfo("nvfp4", 64, 32, True, torch.uint8, "NVFP4")
+    assert checkpoint.linear_info(K) == LinearInfo("nvfp4", 32, 32, False, torch.uint8, "NVFP4")
     assert checkpoint.linear_info("lm_head") == LinearInfo("dense", 40, 32, False, torch.bfloat16)
 
 
@@ -237,9 +237,12 @@ EXPERTS = "model.layers.0.mlp.experts"
         ),
         (
             {f"{Q}.weight": zeros(64, 32, dtype=torch.float8_e4m3fn)},
-            f"{Q}.weight is float8_e4m3fn; supported: bfloat16",
+            f"{Q}.weight is float8_e4m3fn, but .*{SIDECAR} says that {Q} is NVFP4; correct",
         ),
-        ({f"{Q}.pre_quant_scale": zeros(32)}, f"tensor {Q}.pre_quant_scale belongs to a quant"),
+        (
+            {f"{Q}.pre_quant_scale": zeros(32)},
+            f"tensor {Q}.pre_quant_scale belongs to NVFP4_AWQ, but .* {Q} is NVFP4",
+        ),
         (
             {"lm_head.weight": zeros(40, 16, dtype=torch.uint8)},
             f"lm_head.weight is uint8, but .*{SIDECAR} excludes lm_head",
@@ -247,7 +250,7 @@ EXPERTS = "model.layers.0.mlp.experts"
         ({"lm_head.weight_scale": e4m3(40, 2)}, "lm_head.weight is bfloat16, but lm_head.weight_s"),
         (
             {f"{EXPERTS}.gate_up_proj": zeros(2, 32, 96)},
-            rf"{EXPERTS}.gate_up_proj holds fused experts \[2, 32, 96\] in bfloat16, .*{SIDECAR}",
+            f"{EXPERTS}.0.gate_proj.weight is bfloat16, but .*{SIDECAR}.* left unquantized",
         ),
         (
             {f"{EXPERTS}.3.up_proj.weight": zeros(48, 32)},
@@ -336,3 +339,111 @@ def test_zero_block_scales_are_legal(open_tensors: Open, quantized: StateDict) -
     loaded = open_tensors(quantized).linear([Q]).weight
     assert isinstance(loaded, nvfp4.QuantizedTensor)
     assert loaded.block_scale[0, 0] == loaded.block_scale[1, 1] == 0
+
+
+# The KV cache's scales, FP8, AWQ
+
+
+K_SCALE, V_SCALE = f"{K}.k_scale", f"{V}.v_scale"
+
+
+def test_kv_scales_are_read(open_tensors: Open, quantized: StateDict) -> None:
+    quantized[K_SCALE], quantized[V_SCALE] = torch.tensor(0.5), torch.tensor([2.0]).bfloat16()
+    checkpoint = open_tensors(quantized, kv_cache="FP8")
+    assert checkpoint.kv_scales() == {K_SCALE: 0.5, V_SCALE: 2.0}
+    assert open_tensors(quantized, kv_cache="NVFP4", directory="other").kv_scales()
+
+
+@pytest.mark.parametrize(
+    ("scale", "kv_cache", "message"),
+    [
+        (torch.tensor(1.0), None, "k_scale is a scale of a quantized KV cache, but"),
+        (torch.ones(2), "FP8", r"k_scale has shape \[2\], expected \[\] or \[1\]"),
+        (torch.tensor(1), "FP8", "k_scale is int64, expected bfloat16"),
+    ],
+)
+def test_odd_kv_scales_are_refused(
+    open_tensors: Open,
+    quantized: StateDict,
+    scale: torch.Tensor,
+    kv_cache: str | None,
+    message: str,
+) -> None:
+    quantized[K_SCALE] = scale
+    with pytest.raises(CheckpointError, match=message):
+        open_tensors(quantized, kv_cache=kv_cache)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_kv_scales_are_positive(open_tensors: Open, quantized: StateDict, value: float) -> None:
+    quantized[K_SCALE] = torch.tensor(value)
+    with pytest.raises(CheckpointError, match=f"tensor {K_SCALE}"):
+        open_tensors(quantized, kv_cache="FP8").kv_scales()
+
+
+def fp8(dense: StateDict) -> StateDict:
+    tensors = {}
+    for name, tensor in dense.items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj"):
+            tensors[name] = tensor
+            continue
+        scale = tensor.abs().max().float() / 448
+        tensors[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+        tensors[f"{module}.weight_scale"] = scale
+        tensors[f"{module}.input_scale"] = torch.tensor(0.1)
+    return tensors
+
+
+@pytest.fixture
+def open_fp8(
+    open_tensors: Open, write: Callable[..., Path], edit_json: Callable[..., None]
+) -> Open:
+    def open_fp8(tensors: StateDict) -> Checkpoint:
+        path = write(tensors)
+
+        def name_fp8(data: dict[str, Any]) -> None:
+            data["quantization"] |= {"quant_algo": "FP8", "group_size": None}
+
+        edit_json(path / SIDECAR, name_fp8)
+        edit_json(path / "config.json", lambda data: data.pop("quantization_config"))
+        return Checkpoint.open(path)
+
+    return open_fp8
+
+
+def test_fp8_linears_of_different_scales_concatenate_exactly(
+    open_fp8: Open, dense: StateDict
+) -> None:
+    tensors = fp8(dense)
+    loaded = open_fp8(tensors).linear(ATTENTION).weight
+    expected = [tensors[f"{m}.weight"].float() * tensors[f"{m}.weight_scale"] for m in ATTENTION]
+    assert isinstance(loaded, torch.Tensor) and torch.equal(loaded, torch.cat(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (f"{Q}.weight_scale", None, f"{Q} is FP8 but has no tensor {Q}.weight_scale"),
+        (f"{Q}.weight_scale", torch.ones(64, 1), r"shape \[64, 1\], expected \[\] or \[1\]"),
+        (f"{Q}.weight_scale", torch.tensor(-1.0), "values that are not positive"),
+        (f"{Q}.weight_scale", torch.tensor(float("nan")), "NaN or infinite"),
+        (f"{Q}.weight_scale_inv", torch.ones(1), "weight_scale_inv belongs to a quantization"),
+        (f"{Q}.weight", torch.zeros(64, 16).to(torch.uint8), f"says that {Q} is FP8; correct"),
+        (f"{Q}.weight", torch.zeros(64, 32).bfloat16(), f"{Q} is FP8; it was left unquantized"),
+        (
+            f"{Q}.weight",
+            torch.full((64, 32), float("nan")).to(torch.float8_e4m3fn),
+            "2048 of 2048 values are NaN",
+        ),
+    ],
+)
+def test_odd_fp8_linears_are_refused(
+    open_fp8: Open, dense: StateDict, name: str, value: torch.Tensor | None, message: str
+) -> None:
+    tensors = fp8(dense)
+    tensors.pop(name, None)
+    if value is not None:
+        tensors[name] = value
+    with pytest.raises(CheckpointError, match=message):
+        open_fp8(tensors).linear([Q])

@@ -293,16 +293,6 @@ def test_a_variant_key_that_is_off_is_no_variant() -> None:
     assert parse(config(dflash={"markov_rank": 0, "conv_kernel_size": None}), WHERE)
 
 
-def test_speculators_format_is_refused_by_name() -> None:
-    fields = {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
-        "transformer_layer_config": {"hidden_size": 256},
-        "aux_hidden_state_layer_ids": [2, 18],
-    }
-    assert "the speculators format (key speculators_model_type)" in refused(fields)
-
-
 def test_other_drafters_are_refused() -> None:
     message = refused(config(architectures=["LlamaForCausalLMEagle3"]))
     assert "['LlamaForCausalLMEagle3'] is no DFlash drafter" in message

@@ -55,7 +55,7 @@ def test_either_file_is_enough(read: Read, places: str, algorithm: str, activati
     )
     assert quantization is not None
     assert quantization.algorithm == algorithm
-    assert quantization.activations == activations
+    assert quantization.activations_of("model.module") == activations
     assert quantization.exclusions == ("a*", "b")
 
 
@@ -123,7 +123,7 @@ def test_disagreements_name_both_values(
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["FP8", "NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "MIXED_PRECISION", "W4A16_AWQ", "MXFP8"],
+    ["FP8_PB_WO", "NVFP4_SVD", "W4A8_NVFP4_FP8", "W4A16_AWQ", "MXFP8"],
 )
 def test_known_algorithms_are_refused_by_name(read: Read, algorithm: str) -> None:
     with pytest.raises(
@@ -141,7 +141,22 @@ def test_known_algorithms_are_refused_by_name(read: Read, algorithm: str) -> Non
         (sidecar(group_size="16"), None, "group_size must be an integer, not '16'"),
         (sidecar(quant_algo=4), None, "quant_algo must be a name or null, not 4"),
         ({"quantization": 1}, None, "has no `quantization` object"),
-        (None, {"quant_method": "compressed-tensors"}, "'compressed-tensors' is not supported"),
+        (sidecar("MIXED_PRECISION"), None, "MIXED_PRECISION without quantized_layers"),
+        (
+            sidecar("MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "NVFP4_SVD"}}),
+            None,
+            "algorithm 'NVFP4_SVD' is not supported yet",
+        ),
+        (
+            sidecar(
+                "MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "NVFP4", "group_size": 32}}
+            ),
+            None,
+            "quantized_layers.a: group_size 32 is not supported",
+        ),
+        (sidecar("MIXED_PRECISION", quantized_layers={"a": {}}), None, "a names no quant_algo"),
+        (sidecar("MIXED_PRECISION", quantized_layers=["a"]), None, "must be an object of objects"),
+        (sidecar(kv_cache_quant_algo="INT8"), None, "KV-cache quantization 'INT8' is not supp"),
         (None, {"quant_method": "awq", "bits": 4}, "quant_method 'awq' is not supported"),
         (None, {"bits": 4}, "quant_method None is not supported"),
         (None, [1], "must be an object"),
@@ -162,6 +177,33 @@ def test_what_is_unknown_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         read(side, within)
+
+
+def test_mixed_precision_names_an_algorithm_per_module(read: Read) -> None:
+    layers = {"a.q": {"quant_algo": "FP8"}, "a.gate": {"quant_algo": "NVFP4", "group_size": 16}}
+    quantization = read(
+        sidecar("MIXED_PRECISION", quantized_layers=layers, exclude_modules=["head"]),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": layers,
+            "ignore": ["head"],
+            "config_groups": {"g0": {"weights": {"group_size": 16}}, "g1": {"weights": {}}},
+        },
+    )
+    assert quantization is not None
+    found = {m: quantization.algorithm_of(m) for m in ("a.q", "a.gate", "a.up", "head")}
+    assert found == {"a.q": "FP8", "a.gate": "NVFP4", "a.up": None, "head": None}
+    assert quantization.activations_of("a.gate") == "nvfp4"
+    assert quantization.activations_of("a.q") is None
+
+
+def test_mixed_precision_must_agree_in_both_files(read: Read) -> None:
+    with pytest.raises(CheckpointError, match=r"quantized_layers differ in \['a'\]"):
+        read(
+            sidecar("MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "FP8"}}),
+            inline("MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "NVFP4"}}),
+        )
 
 
 def test_several_group_sizes_are_refused(read: Read) -> None:
@@ -186,6 +228,9 @@ def test_several_group_sizes_are_refused(read: Read) -> None:
         ("*shared*.*", "model.shared_experts.up_proj", True),
         ("model.layers.1", "model-layers.1", False),
         ("*", "anything.at.all", True),
+        ("m.experts", "m.experts.3.up_proj", True),
+        ("m.experts.gate_up_proj", "m.experts.3.up_proj", True),
+        ("m.experts.gate_up_proj", "m.experts.3.down_proj", False),
     ],
 )
 def test_exclusion_patterns(pattern: str, module: str, excluded: bool) -> None:

@@ -1,0 +1,321 @@
+"""Linear modules as headers and configuration describe them, before any byte is read.
+
+A dense linear is one float tensor, an FP8 one has a scale beside it, an NVFP4 one three.
+Which one a module is, the configuration and the stored dtype say together: where they
+differ, the checkpoint is refused.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from trtree.build.checkpoint.errors import CheckpointError
+from trtree.build.checkpoint.scheme import ALGORITHMS, QuantizationConfig
+from trtree.build.checkpoint.shard import TensorInfo
+from trtree.plugins.nvfp4_linear import format as nvfp4
+
+DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn
+
+
+class Names(NamedTuple):
+    """The parts of an NVFP4 linear; reciprocal: whether its globals divide."""
+
+    codes: str
+    block_scale: str
+    global_scale: str
+    input_scale: str
+    reciprocal: bool
+
+
+NAMES = {
+    "modelopt": Names("weight", "weight_scale", "weight_scale_2", "input_scale", False),
+    "compressed-tensors": Names(
+        "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", True
+    ),
+}
+PRE_QUANT_SCALE = "pre_quant_scale"
+# Tensors that only quantized linears have; a linear owns these, its weight and its bias.
+SCALES = tuple(dict.fromkeys(part for names in NAMES.values() for part in names[1:4]))
+PARTS = ("weight", "weight_packed", "bias", PRE_QUANT_SCALE, *SCALES)
+KV_SCALES = ("k_scale", "v_scale")
+KV_SCALE_SUFFIXES = tuple(f".{part}" for part in KV_SCALES)
+# Left by algorithms that change the arithmetic: never to be dropped silently.
+_FOREIGN = (
+    "weight_scale_inv",
+    "weight_zero_point",
+    "qweight",
+    "svdquant_lora_a",
+    "svdquant_lora_b",
+)
+
+
+@dataclass(frozen=True)
+class LinearInfo:
+    """A linear as headers describe it.
+
+    kind: what loading it gives; FP8 weights are widened to dense ones. dtype: of that
+    weight's elements. algorithm: how it is stored, None for plain floats.
+    has_pre_quant_scale: its input is multiplied by a vector [in_features] first.
+    """
+
+    kind: Literal["dense", "nvfp4"]
+    out_features: int
+    in_features: int
+    has_bias: bool
+    dtype: torch.dtype
+    algorithm: str | None = None
+    has_pre_quant_scale: bool = False
+
+
+def weight_info(tensors: Mapping[str, TensorInfo], module: str) -> TensorInfo | None:
+    """The tensor that holds the module's weight, whatever it is called; None if there is none."""
+    return tensors.get(f"{module}.weight_packed") or tensors.get(f"{module}.weight")
+
+
+def describe(
+    tensors: Mapping[str, TensorInfo],
+    quantization: QuantizationConfig | None,
+    module: str,
+) -> LinearInfo:
+    """What ``module`` is, from headers and configuration alone.
+
+    Raises:
+        CheckpointError: it has no weight, its parts are missing or of the wrong shape
+            or dtype, or the configuration says otherwise.
+    """
+    names = NAMES[quantization.layout if quantization else "modelopt"]
+    _refuse_foreign(tensors, quantization, names, module)
+    weight = weight_info(tensors, module)
+    if weight is None:
+        raise CheckpointError(f"the checkpoint has no tensor {module}.weight")
+    algorithm = _algorithm(weight, quantization, names, module)
+    if algorithm is None:
+        info = _describe_dense(tensors, module, weight)
+    elif ALGORITHMS[algorithm].weights == "fp8":
+        info = _describe_fp8(tensors, module, weight, algorithm)
+    else:
+        info = _describe_nvfp4(tensors, names, module, weight, algorithm)
+    if (bias := tensors.get(f"{module}.bias")) is not None:
+        _expect(f"{module}.bias", bias, [(info.out_features,)], DENSE_DTYPES)
+    return info
+
+
+def check_quantized_modules(
+    tensors: Mapping[str, TensorInfo], quantization: QuantizationConfig | None
+) -> None:
+    """Describe every module that holds a quantized tensor, and every expert.
+
+    A family asks only for the modules it knows; this finds the others' faults too.
+
+    Raises:
+        CheckpointError: as ``describe``, for the first module at fault.
+    """
+    described = set()
+    for name, info in tensors.items():
+        module, _, part = name.rpartition(".")
+        expert = ".experts." in name and len(info.shape) == 2
+        weight = part in ("weight", "weight_packed")
+        quantized = part in SCALES or (weight and info.dtype in (torch.uint8, FP8))
+        if (quantized or (expert and weight)) and module not in described:
+            described.add(module)
+            describe(tensors, quantization, module)
+        if part in KV_SCALES:
+            _check_kv_scale(name, info, quantization)
+
+
+def _check_kv_scale(name: str, info: TensorInfo, quantization: QuantizationConfig | None) -> None:
+    _expect(name, info, [(), (1,)], DENSE_DTYPES)
+    if quantization is None or quantization.kv_cache is None:
+        raise CheckpointError(
+            f"{info.file}: tensor {name} is a scale of a quantized KV cache, but the "
+            "configuration names no KV-cache quantization; correct it, or export again"
+        )
+
+
+def _refuse_foreign(
+    tensors: Mapping[str, TensorInfo],
+    quantization: QuantizationConfig | None,
+    names: Names,
+    module: str,
+) -> None:
+    others = {part for other in NAMES.values() for part in other[:4]} - {*names[:4], "weight"}
+    for part in (*_FOREIGN, *sorted(others)):
+        if (extra := tensors.get(f"{module}.{part}")) is not None:
+            what = f"{quantization.source} describes" if quantization else "config.json describes"
+            raise CheckpointError(
+                f"{extra.file}: tensor {module}.{part} belongs to a quantization that is not "
+                f"supported, or not the one that {what}; supported: "
+                f"{', '.join(ALGORITHMS)} of ModelOpt, NVFP4 and FP8 of compressed-tensors"
+            )
+
+
+def _algorithm(
+    weight: TensorInfo, quantization: QuantizationConfig | None, names: Names, module: str
+) -> str | None:
+    """How the module is stored: its dtype against what the configuration says of it."""
+    packed = quantization is not None and names.codes != "weight"
+    name = (
+        f"{module}.weight_packed" if packed and weight.dtype == torch.uint8 else f"{module}.weight"
+    )
+    where = f"{weight.file}: tensor {name} is {_dtype(weight)}"
+    stored = {torch.uint8: "nvfp4", FP8: "fp8"}.get(weight.dtype)
+    if stored is None and weight.dtype not in DENSE_DTYPES:
+        raise CheckpointError(
+            f"{where}; supported: {_dtypes(DENSE_DTYPES)}, NVFP4 as uint8 and float8_e4m3fn"
+        )
+    if quantization is None:
+        if stored is not None:
+            raise CheckpointError(
+                f"{where}, but the checkpoint has no quantization config; add the exporter's "
+                "hf_quant_config.json"
+            )
+        return None
+    algorithm = quantization.algorithm_of(module)
+    if algorithm is None:
+        if stored is not None:
+            raise CheckpointError(
+                f"{where}, but {quantization.source} excludes {module} from quantization; "
+                "correct the exclusions, or export again"
+            )
+        return None
+    if stored is None:
+        if _is_embedding(module):
+            return None
+        raise CheckpointError(
+            f"{where}, but {quantization.source} says that {module} is {algorithm}; it was left "
+            "unquantized: list it in the exclusions, or export again"
+        )
+    if stored != ALGORITHMS[algorithm].weights:
+        raise CheckpointError(
+            f"{where}, but {quantization.source} says that {module} is {algorithm}; correct it, "
+            "or export again"
+        )
+    return algorithm
+
+
+def _describe_dense(
+    tensors: Mapping[str, TensorInfo], module: str, weight: TensorInfo
+) -> LinearInfo:
+    rows, columns = _two_axes(module, weight)
+    for part in (*SCALES, PRE_QUANT_SCALE):
+        if f"{module}.{part}" in tensors:
+            raise CheckpointError(
+                f"{weight.file}: tensor {module}.weight is {_dtype(weight)}, but {module}.{part} "
+                "is there as well; the export is inconsistent: export again"
+            )
+    return LinearInfo("dense", rows, columns, f"{module}.bias" in tensors, weight.dtype)
+
+
+def _describe_fp8(
+    tensors: Mapping[str, TensorInfo], module: str, weight: TensorInfo, algorithm: str
+) -> LinearInfo:
+    rows, columns = _two_axes(module, weight)
+    scale = _needed(tensors, module, "weight_scale", weight, algorithm)
+    per_channel = [(rows, 1), (rows,)] if algorithm != "FP8" else []
+    _expect(f"{module}.weight_scale", scale, [(), (1,), *per_channel], DENSE_DTYPES)
+    if (given := tensors.get(f"{module}.input_scale")) is not None:
+        _expect(f"{module}.input_scale", given, [(), (1,)], DENSE_DTYPES)
+    has_bias = f"{module}.bias" in tensors
+    return LinearInfo("dense", rows, columns, has_bias, scale.dtype, algorithm)
+
+
+def _describe_nvfp4(
+    tensors: Mapping[str, TensorInfo],
+    names: Names,
+    module: str,
+    weight: TensorInfo,
+    algorithm: str,
+) -> LinearInfo:
+    takes_inputs = ALGORITHMS[algorithm].activations == "nvfp4"
+    for part in names[1:4] if takes_inputs else names[1:3]:
+        _needed(tensors, module, part, weight, algorithm)
+    if len(weight.shape) != 2 or weight.shape[1] * 2 % nvfp4.BLOCK:
+        raise CheckpointError(
+            f"{weight.file}: tensor {module}.{names.codes} has shape {list(weight.shape)}, "
+            f"expected [out_features, in_features / 2] with in_features a multiple of {nvfp4.BLOCK}"
+        )
+    rows, columns = weight.shape[0], weight.shape[1] * 2
+    scale = f"{module}.{names.block_scale}"
+    _expect(scale, tensors[scale], [(rows, columns // nvfp4.BLOCK)], (FP8,))
+    for part in names[2:4]:
+        if (info := tensors.get(f"{module}.{part}")) is not None:
+            _expect(f"{module}.{part}", info, [(), (1,)], (torch.float32,))
+    has_bias = f"{module}.bias" in tensors
+    scaled = _check_pre_quant_scale(tensors, module, columns, algorithm)
+    return LinearInfo("nvfp4", rows, columns, has_bias, weight.dtype, algorithm, scaled)
+
+
+def _check_pre_quant_scale(
+    tensors: Mapping[str, TensorInfo], module: str, columns: int, algorithm: str
+) -> bool:
+    """AWQ's exporter folds the vector into the norm before, where there is one."""
+    name = f"{module}.{PRE_QUANT_SCALE}"
+    info = tensors.get(name)
+    if info is None:
+        return False
+    if algorithm != "NVFP4_AWQ":
+        raise CheckpointError(
+            f"{info.file}: tensor {name} belongs to NVFP4_AWQ, but the configuration says that "
+            f"{module} is {algorithm}; correct it, or export again"
+        )
+    if ".experts." in module:
+        raise CheckpointError(
+            f"{info.file}: tensor {name}: experts that scale their inputs are not supported; "
+            "export the experts without AWQ"
+        )
+    _expect(name, info, [(columns,)], DENSE_DTYPES)
+    return True
+
+
+def _needed(
+    tensors: Mapping[str, TensorInfo], module: str, part: str, weight: TensorInfo, algorithm: str
+) -> TensorInfo:
+    if (info := tensors.get(f"{module}.{part}")) is None:
+        raise CheckpointError(
+            f"{weight.file}: {module} is {algorithm} but has no tensor {module}.{part}; "
+            "export again"
+        )
+    return info
+
+
+def _two_axes(module: str, weight: TensorInfo) -> tuple[int, int]:
+    if len(weight.shape) != 2:
+        raise CheckpointError(
+            f"{weight.file}: tensor {module}.weight has shape {list(weight.shape)}, expected "
+            "[out_features, in_features]"
+        )
+    return weight.shape[0], weight.shape[1]
+
+
+def _expect(
+    name: str,
+    info: TensorInfo,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    if info.shape not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise CheckpointError(
+            f"{info.file}: tensor {name} has shape {list(info.shape)}, expected {expected}"
+        )
+    if info.dtype not in dtypes:
+        raise CheckpointError(
+            f"{info.file}: tensor {name} is {_dtype(info)}, expected {_dtypes(dtypes)}"
+        )
+
+
+def _is_embedding(module: str) -> bool:
+    """Embeddings are no linears: exporters quantize none and may not list them."""
+    leaf = module.rpartition(".")[2]
+    return leaf.startswith("embed") or leaf in ("word_embeddings", "wte")
+
+
+def _dtype(info: TensorInfo) -> str:
+    return str(info.dtype).removeprefix("torch.")
+
+
+def _dtypes(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

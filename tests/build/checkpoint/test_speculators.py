@@ -1,0 +1,192 @@
+"""DFlash drafters in the speculators library's format."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trtree.build import builder
+from trtree.build.checkpoint import Checkpoint, CheckpointError, read_drafter
+from trtree.build.checkpoint.dflash_config import parse
+from trtree.build.checkpoint.speculators import QWEN3_DEFAULTS
+from trtree.build.options import read_options
+from trtree.runtime.session import Session
+
+Json = dict[str, Any]
+WHERE = Path("drafter/config.json")
+ROOT = Path(__file__).parents[3]
+DRAFTER_FIELDS = ("architectures", "block_size", "dflash_config", "num_target_layers")
+
+
+def restate(fields: Json, **changes: Any) -> Json:
+    """A z-lab config.json as speculators writes it, its defaults included."""
+    layers = {key: value for key, value in fields.items() if key not in DRAFTER_FIELDS}
+    dflash = fields["dflash_config"]
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "demo"}},
+        "transformer_layer_config": layers,
+        "draft_vocab_size": layers["vocab_size"],
+        "block_size": fields["block_size"],
+        "mask_token_id": dflash["mask_token_id"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in dflash["target_layer_ids"]],
+        "sliding_window_non_causal": False,
+        "projector_type": "dflash",
+        "gru_hidden_dim": 1024,
+        "emb_dim": 256,
+        "shift_label": False,
+        "sample_from_anchor": False,
+    } | changes
+
+
+@pytest.fixture
+def fields(demo: Path) -> Json:
+    loaded: Json = json.loads((demo / "drafter" / "config.json").read_text())
+    return loaded
+
+
+@pytest.fixture
+def write(demo: Path, fields: Json, tmp_path: Path) -> Callable[..., Path]:
+    """The demo drafter in this format, with tensors added."""
+
+    def write(extra: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
+        path = tmp_path / "speculators"
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(restate(fields, **changes)))
+        tensors = load_file(demo / "drafter" / "model.safetensors")
+        save_file(tensors | (extra or {}), path / "model.safetensors")
+        return path
+
+    return write
+
+
+def test_both_formats_describe_one_drafter(fields: Json) -> None:
+    theirs, ours = parse(fields, WHERE), parse(restate(fields), WHERE)
+    assert ours.target_layer_ids == theirs.target_layer_ids == (0, 1, 2)
+    assert (theirs.layer_ids_read_as, ours.layer_ids_read_as) == ("L", "L+1")
+    for field in ("block_size", "mask_token_id", "causal"):
+        assert getattr(ours, field) == getattr(theirs, field)
+    for key, value in theirs.transformer.items():
+        if key not in DRAFTER_FIELDS and value is not None:
+            assert ours.transformer[key] == value
+
+
+def test_fields_left_out_are_transformers_defaults() -> None:
+    from transformers import Qwen3Config
+
+    assert {key: getattr(Qwen3Config(), key) for key in QWEN3_DEFAULTS} == QWEN3_DEFAULTS
+    sizes = {"num_hidden_layers": 2, "rope_theta": 1e6}
+    bare = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": sizes,
+        "block_size": 8,
+        "mask_token_id": 5,
+        "aux_hidden_state_layer_ids": [2],
+    }
+    drafter = parse(bare, WHERE)
+    assert drafter.transformer["hidden_size"] == 4096
+    assert drafter.transformer["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize(("non_causal", "causal"), [(False, (True, False)), (True, (False, False))])
+def test_sliding_layers(fields: Json, non_causal: bool, causal: tuple[bool, ...]) -> None:
+    sliding = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 64,
+        "use_sliding_window": True,
+    }
+    found = parse(restate(fields | sliding, sliding_window_non_causal=non_causal), WHERE)
+    assert found.causal == causal
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculators_model_type": "eagle3"}, "of type 'eagle3' are not supported yet"),
+        ({"speculators_model_type": "dspark"}, "of type 'dspark' are not supported yet"),
+        ({"projector_type": "domino"}, "of type 'domino' are not supported yet"),
+        ({"draft_vocab_size": 1000}, "draft_vocab_size 1000 .* vocab_size 2048: a reduced draft"),
+        ({"target_hidden_size": 512}, "target_hidden_size 512 is not the drafter's hidden_size"),
+        ({"sample_from_anchor": True}, "sample_from_anchor True is not supported yet"),
+        ({"shift_label": True}, "shift_label True is not supported yet"),
+        ({"transformer_layer_config": 3}, "transformer_layer_config must be an object, not 3"),
+        ({"transformer_layer_config": {"model_type": "llama"}}, "model_type 'llama' is not supp"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, r"\[0, 2\] is not a list .* count from 1"),
+        ({"aux_hidden_state_layer_ids": None}, "None is not a list of layer numbers"),
+        ({"mask_token_id": None}, "mask_token_id is missing"),
+        ({"markov_rank": 4, "speculators_model_type": "dspark"}, "'dspark'"),
+    ],
+)
+def test_what_is_not_supported_is_named(fields: Json, changes: Json, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        parse(restate(fields, **changes), WHERE)
+
+
+def test_a_layer_the_target_lacks_is_refused(fields: Json, demo: Path) -> None:
+    drafter = parse(restate(fields, aux_hidden_state_layer_ids=[1, 2, 5]), WHERE)
+    with pytest.raises(CheckpointError, match=r"taps layer 4 \(from 0\), .* num_hidden_layers 4"):
+        drafter.check_target(Checkpoint.open(demo / "target_nvfp4").config)
+
+
+def test_the_layer_trained_against_is_dropped(write: Callable[..., Path]) -> None:
+    """One id more than fc has inputs for: the last layer, whose states were the labels."""
+    path = write(aux_hidden_state_layer_ids=[1, 2, 3, 4])
+    assert read_drafter(Checkpoint.open(path)).target_layer_ids == (0, 1, 2)
+
+
+def test_it_drafts_what_z_labs_format_drafts(
+    write: Callable[..., Path], demo: Path, tmp_path: Path, demo_session: Callable[..., Session]
+) -> None:
+    from trtree.runtime.executor import Request
+
+    embedding = Checkpoint.open(demo / "target_nvfp4").tensor("model.embed_tokens.weight").clone()
+    path = write(
+        {
+            "embed_tokens.weight": embedding,
+            "lm_head.weight": embedding.clone(),
+            "verifier_norm.weight": torch.ones(256),
+            "d2t": torch.zeros(2048, dtype=torch.int64),
+            "t2d": torch.ones(2048, dtype=torch.bool),
+        }
+    )
+    options = read_options(ROOT / "configs" / "demo.yaml")
+    options = options.with_changes({"drafter": path, "output": tmp_path / "engine"})
+    sessions = [Session(builder.write(builder.describe(options))), demo_session()]
+    done = [
+        session.complete(
+            Request(
+                session.tokenizer.encode("Permission is hereby granted"),
+                max_tokens=40,
+                speculative=session.speculative_config("tree", 8),
+            )
+        )
+        for session in sessions
+    ]
+    assert done[0].token_ids == done[1].token_ids
+    lengths = [d.statistics.acceptance_length for d in done]
+    assert lengths[0] == lengths[1] > 1.5
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"d2t": torch.arange(2048)}, "d2t maps a reduced draft vocabulary"),
+        ({"t2d": torch.zeros(2048, dtype=torch.bool)}, "t2d maps a reduced draft vocabulary"),
+        ({"extra.weight": torch.zeros(2)}, "extra.weight"),
+        (
+            {"lm_head.weight": torch.zeros(2048, 256)},
+            "lm_head.weight is not the target's model.emb",
+        ),
+    ],
+)
+def test_tensors_that_are_not_copies_are_refused(
+    write: Callable[..., Path], extra: dict[str, torch.Tensor], message: str
+) -> None:
+    options = read_options(ROOT / "configs" / "demo.yaml").with_changes({"drafter": write(extra)})
+    with pytest.raises(CheckpointError, match=message):
+        builder.describe(options)
