@@ -267,6 +267,8 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_() -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        # Beside the event loop: executors of other ranks are asked over MPI.
+        text = await asyncio.get_running_loop().run_in_executor(None, metrics.render)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app
