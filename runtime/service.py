@@ -9,38 +9,51 @@ import logging
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 from trtree.build.engine_dir import EngineDir
 from trtree.runtime.executor import (
     BudgetPolicy,
     DecodingMode,
     ExecutorStatistics,
-    FinishReason,
     QueueFullError,
     Request,
-    RequestStatistics,
     Response,
     RoundRecord,
     SpeculativeConfig,
-    TokenLogProbs,
     TreeKind,
 )
-from trtree.runtime.output_text import OutputText
+from trtree.runtime.generation import (
+    Chunk,
+    Finish,
+    Finished,
+    Generation,
+    OnChunk,
+    Submission,
+    TokenText,
+    Usage,
+)
 from trtree.runtime.session import RequestError
 from trtree.runtime.tokenizer import Tokenizer
 
+__all__ = [
+    "Chunk",
+    "Finish",
+    "Finished",
+    "Handle",
+    "Service",
+    "ServiceUnavailableError",
+    "Submission",
+    "TokenText",
+    "Usage",
+    "choice_seeds",
+]
+
 IDLE_SECONDS = 0.2  # how long an executor without requests waits before it looks up
-_REASONS: dict[FinishReason, Literal["stop", "length", "cancelled"]] = {
-    FinishReason.STOP_TOKEN: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.CANCELLED: "cancelled",
-}
 _log = logging.getLogger(__name__)
 
 
@@ -65,173 +78,15 @@ class ServiceUnavailableError(RuntimeError):
     """The service takes no requests: it is draining, or its engine failed."""
 
 
-@dataclass(frozen=True)
-class Submission:
-    """One output to generate.
-
-    Args:
-        stop: strings that end the output; they are no part of it.
-        echo: the prompt's text, if the output is to begin with it (and, with
-            ``request.output.prompt_log_probs``, its tokens).
-        score_only: the prompt alone is wanted; one token is decoded and dropped.
-    """
-
-    request: Request
-    stop: Sequence[str] = ()
-    echo: str | None = None
-    score_only: bool = False
-
-
-@dataclass(frozen=True)
-class TokenText:
-    """A token with its own text, the offset of that in the output, and its log-probs.
-
-    ``log_probs`` is None for a prompt's first token, which follows nothing.
-    """
-
-    token_id: int
-    text: str
-    offset: int
-    log_probs: TokenLogProbs | None
-
-
-@dataclass(frozen=True)
-class Usage:
-    """A request's counts. ``statistics`` is None where it never reached an engine."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    statistics: RequestStatistics | None
-
-
-@dataclass(frozen=True)
-class Finish:
-    """How an output ended: ``stop`` is the string or token id found, ``error`` what failed."""
-
-    reason: Literal["stop", "length", "cancelled", "error"]
-    usage: Usage
-    stop: str | int | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one round added to an output; text may lag behind its tokens."""
-
-    text: str
-    token_ids: list[int]
-    tokens: list[TokenText]  # where log-probs were asked for
-    finish: Finish | None = None
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What observers are told of each request. Times are ``time.monotonic`` seconds."""
-
-    submitted: float
-    first_token: float | None
-    finished: float
-    finish: Finish
-
-
-OnChunk = Callable[[Chunk], None]
-
-
-class Generation:
-    """A submission on its way. Chunks come from another thread."""
-
-    def __init__(self, submission: Submission, tokenizer: Tokenizer, on_chunk: OnChunk) -> None:
-        self.submission = submission
-        self.submitted = time.monotonic()
-        self._tokenizer = tokenizer
-        self._on_chunk = on_chunk
-        self._log_probs = submission.request.output.log_probs >= 0
-        self._text = OutputText(tokenizer, submission.stop, offsets=self._log_probs)
-        self._echo = submission.echo or ""
-        self._statistics: RequestStatistics | None = None
-        self._completion_tokens = 0
-        self._first_token: float | None = None
-        self._started = False
-
-    def on_response(self, response: Response) -> Finished | None:
-        """Pass on what a response adds; what observers are told if it is the last."""
-        self._statistics = response.statistics
-        token_ids = [] if self.submission.score_only else list(response.token_ids)
-        stopped = response.finish_reason == FinishReason.STOP_TOKEN
-        # A stop token counts, but is no part of the text.
-        shown = token_ids[:-1] if stopped else token_ids
-        piece = self._text.push(shown)
-        text, stop = piece.text, piece.stop
-        if stop is not None:
-            token_ids = token_ids[: piece.used]
-        elif response.finished:
-            rest, stop = self._text.finish()
-            text += rest
-        if token_ids and self._first_token is None:
-            self._first_token = time.monotonic()
-        self._completion_tokens += len(token_ids)
-        tokens = self._tokens(token_ids, piece.offsets, response)
-        if not self._started:
-            self._started, text = True, self._echo + text
-        reason = "stop" if stop is not None else _REASONS.get(response.finish_reason)
-        if reason is None:
-            if text or token_ids:
-                self._on_chunk(Chunk(text, token_ids, tokens))
-            return None
-        end = stop if stop is not None or not stopped else response.token_ids[-1]
-        if self.submission.score_only and reason == "stop":
-            reason, end = "length", None
-        return self._finish(Finish(reason, self.usage, end), Chunk(text, token_ids, tokens))
-
-    def fail(self, error: str) -> Finished:
-        """End with an error."""
-        return self._finish(Finish("error", self.usage, error=error), Chunk("", [], []))
-
-    @property
-    def usage(self) -> Usage:
-        prompt = len(self.submission.request.prompt_token_ids)
-        return Usage(prompt, self._completion_tokens, self._statistics)
-
-    def _finish(self, finish: Finish, chunk: Chunk) -> Finished:
-        finished = Finished(self.submitted, self._first_token, time.monotonic(), finish)
-        self._on_chunk(replace(chunk, finish=finish))
-        return finished
-
-    def _tokens(
-        self, token_ids: list[int], offsets: list[int], response: Response
-    ) -> list[TokenText]:
-        tokens = []
-        request = self.submission.request
-        if not self._started and self.submission.echo is not None:
-            log_probs = list(response.prompt_log_probs)
-            if request.output.prompt_log_probs >= 0:
-                tokens = self._prompt_tokens(log_probs)
-        if self._log_probs:
-            start, end = len(self._echo), len(self._echo) + self._text.length
-            for i, token_id in enumerate(token_ids):
-                offset = start + offsets[i] if i < len(offsets) else end
-                text = self._tokenizer.token_text(token_id)
-                tokens.append(TokenText(token_id, text, offset, response.log_probs[i]))
-        return tokens
-
-    def _prompt_tokens(self, log_probs: list[TokenLogProbs]) -> list[TokenText]:
-        ids = list(self.submission.request.prompt_token_ids)
-        offsets = OutputText(self._tokenizer, (), offsets=True).push(ids).offsets
-        texts = [self._tokenizer.token_text(token_id) for token_id in ids]
-        with_first: list[TokenLogProbs | None] = [None, *log_probs]
-        return [TokenText(*token) for token in zip(ids, texts, offsets, with_first, strict=True)]
-
-
 class Handle:
     """What a caller keeps of a submission."""
 
-    def __init__(self, lane: "_Lane", request_id: int) -> None:
-        self._lane = lane
-        self._request_id = request_id
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
 
     def cancel(self) -> None:
-        """End it; its last chunk says so. After its end, nothing."""
-        self._lane.cancel(self._request_id)
+        """End it soon; its last chunk says so. Does not wait, and after its end does nothing."""
+        self._cancel()
 
 
 @dataclass(frozen=True)
@@ -242,6 +97,14 @@ class _News:
     responses: list[Response]
     rounds: list[RoundRecord]
     failure: str | None = None
+
+
+@dataclass(frozen=True)
+class _Cancellation:
+    """From any thread to the text thread: another process's executor takes a while to tell."""
+
+    lane: "_Lane"
+    request_id: int | None  # None: all
 
 
 class _Lane:
@@ -267,18 +130,14 @@ class _Lane:
             self._generations[request_id] = generation
         return request_id
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: int | None) -> None:
+        """One request if it is still there, or all."""
         with self._lock:
-            if request_id not in self._generations or self.failure is not None:
-                return
-        with suppress(RuntimeError):  # a shut down executor has ended it
-            self.executor.cancel_request(request_id)
-
-    def cancel_all(self) -> None:
-        with self._lock:
-            request_ids = list(self._generations)
-        for request_id in request_ids:
-            self.cancel(request_id)
+            known = list(self._generations) if request_id is None else [request_id]
+            live = [one for one in known if one in self._generations and self.failure is None]
+        for one in live:
+            with suppress(RuntimeError):  # a shut down executor has ended it
+                self.executor.cancel_request(one)
 
     def find(self, request_id: int) -> Generation | None:
         with self._lock:
@@ -315,11 +174,12 @@ class Service:
         """round_log: takes the executors' rounds; they must be configured to record them."""
         self.engine_dir = engine_dir
         self.tokenizer = Tokenizer(engine_dir.tokenizer_path)
+        self._generation_config = engine_dir.generation_config()
         self.observers: list[Callable[[Finished], None]] = []
         self._round_log = round_log
         self._draining = False
         self._closing = threading.Event()
-        self._news: queue.SimpleQueue[_News | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[_News | _Cancellation | None] = queue.SimpleQueue()
         self._lanes = [_Lane(i, executor) for i, executor in enumerate(executors)]
         self._loops = [
             threading.Thread(target=self._run_lane, args=(lane,), name=f"executor{lane.index}")
@@ -339,7 +199,7 @@ class Service:
     @property
     def stop_token_ids(self) -> list[int]:
         """The checkpoint's own end-of-text ids."""
-        eos = self.engine_dir.generation_config().get("eos_token_id")
+        eos = self._generation_config.get("eos_token_id")
         if eos is None:
             return []
         return list(eos) if isinstance(eos, list) else [eos]
@@ -347,7 +207,7 @@ class Service:
     def sampling_defaults(self) -> dict[str, float]:
         """The checkpoint's own sampling, as generation_config.json means it: greedy unless
         it says do_sample."""
-        config = self.engine_dir.generation_config()
+        config = self._generation_config
         if not config.get("do_sample"):
             return {"temperature": 0.0}
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -393,7 +253,8 @@ class Service:
         full: QueueFullError | None = None
         for lane in sorted(self._lanes, key=lambda lane: lane.load):
             try:
-                return Handle(lane, lane.submit(generation))
+                request_id = lane.submit(generation)
+                return Handle(partial(self._news.put, _Cancellation(lane, request_id)))
             except QueueFullError as error:
                 full = full or error
             except ValueError as error:
@@ -430,7 +291,7 @@ class Service:
     def cancel_all(self) -> None:
         """End all requests; their last chunks say so."""
         for lane in self._lanes:
-            lane.cancel_all()
+            self._news.put(_Cancellation(lane, None))
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """End all requests and the threads."""
@@ -463,6 +324,9 @@ class Service:
 
     def _run_text(self) -> None:
         while (news := self._news.get()) is not None:
+            if isinstance(news, _Cancellation):
+                news.lane.cancel(news.request_id)
+                continue
             self._log_rounds(news)
             for response in news.responses:
                 self._respond(news.lane, response)

@@ -13,12 +13,13 @@ import argparse
 import asyncio
 import json
 import re
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -83,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--turns", type=positive, default=3, metavar="N", help="of each mode; default: %(default)s"
     )
     parser.add_argument(
+        "--minutes",
+        type=positive,
+        metavar="M",
+        help="instead of a number of turns, go on for so long at each number of clients: a soak",
+    )
+    parser.add_argument(
         "--prompts",
         type=Path,
         default=Path("configs/demo/prompts.txt"),
@@ -98,20 +105,32 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         RuntimeError: modes gave different texts.
     """
     prompts = read_prompts(args.prompts)
-    with _server(args) as url:
-        rows = asyncio.run(_measure(url, prompts, args))
-    return {
+    use: list[dict[str, int]] = []
+    with _server(args) as (url, process):
+        look = (lambda: use.append(_use(process))) if process else lambda: None
+        rows = asyncio.run(_measure(url, prompts, args, look))
+    result = {
         "engine": args.url or args.widen or str(args.engine),
         "max_tokens": args.max_tokens,
-        "requests_per_client": args.requests * args.turns,
         "rows": rows,
+    }
+    return result | ({"server": dict(zip(("before", "after"), use, strict=True))} if use else {})
+
+
+def _use(process: Path) -> dict[str, int]:
+    """What a process holds now; ``process`` is its folder in /proc."""
+    pages = int((process / "statm").read_text().split()[1])
+    return {
+        "resident_mib": pages * resource.getpagesize() >> 20,
+        "open_files": len(list((process / "fd").iterdir())),
     }
 
 
 @contextmanager
-def _server(args: argparse.Namespace) -> Iterator[str]:
+def _server(args: argparse.Namespace) -> Iterator[tuple[str, Path | None]]:
+    """Its URL, and its process's folder in /proc if it is ours."""
     if args.url:
-        yield args.url
+        yield args.url, None
         return
     with tempfile.TemporaryDirectory() as folder:
         engine = args.engine
@@ -119,6 +138,11 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
             options = read_options(Path("configs/demo.yaml"))
             wide = options.with_changes({"output": Path(folder) / "wide", "backend": "cpu"})
             engine = build_widened(wide, SHAPES[args.widen])
+            subprocess.run(
+                [sys.executable, "-m", "trtree.runtime.calibrate", "--engine", str(engine)],
+                stdout=subprocess.DEVNULL,
+                check=True,
+            )
         command = [sys.executable, "-m", "trtree.runtime.serve", "--engine", str(engine)]
         process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
         try:
@@ -126,7 +150,7 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
             found = re.search(r"http://\S+", process.stdout.readline())
             if found is None:  # it said why on stderr
                 raise RequestError(f"{engine}: the server did not start")
-            yield found[0]
+            yield found[0], Path("/proc", str(process.pid))
         finally:
             process.terminate()
             process.wait()
@@ -136,6 +160,7 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 class _Run:
     """What one mode's turns at one number of clients gave. Seconds."""
 
+    requests: int = 0
     seconds: float = 0.0
     tokens: int = 0
     verify_forwards: int = 0
@@ -148,6 +173,7 @@ class _Run:
         return {
             "mode": mode,
             "clients": clients,
+            "requests": self.requests,
             "tokens_per_s": self.tokens / self.seconds,
             "acceptance_length": self.decoded_tokens / max(self.verify_forwards, 1),
             "time_to_first_token_ms": _percentiles(self.first),
@@ -157,8 +183,9 @@ class _Run:
 
 
 async def _measure(
-    url: str, prompts: Sequence[str], args: argparse.Namespace
+    url: str, prompts: Sequence[str], args: argparse.Namespace, look: Callable[[], None]
 ) -> list[dict[str, Any]]:
+    """A row for each mode and number of clients; ``look`` is called before and after."""
     load = _Load(url, prompts, args)
     async with load:
         refused = {mode: await load.refusal(mode) for mode in args.modes}
@@ -166,13 +193,24 @@ async def _measure(
         rows: list[dict[str, Any]] = [
             {"mode": mode, "refused": text} for mode, text in refused.items() if text is not None
         ]
+        look()
         for clients in args.clients:
             runs = {mode: _Run() for mode in modes}
-            for _ in range(args.turns):
+            for _ in _turns(args):
                 for mode in modes:
                     await load.turn(runs[mode], mode, clients)
             rows += [runs[mode].row(mode, clients) for mode in modes]
+        look()
     return rows
+
+
+def _turns(args: argparse.Namespace) -> Iterator[None]:
+    if args.minutes is None:
+        yield from [None] * args.turns
+        return
+    end = time.monotonic() + 60 * args.minutes
+    while time.monotonic() < end:
+        yield None
 
 
 class _Load:
@@ -245,6 +283,7 @@ class _Load:
         if self._texts.setdefault(body["prompt"], text) != text:
             raise RuntimeError(f"mode {mode} gave another text for {body['prompt']!r}")
         tokens = usage["completion_tokens"]
+        run.requests += 1
         run.tokens += tokens
         figures = usage["speculative"]
         run.verify_forwards += figures["verify_forwards"]

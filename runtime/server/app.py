@@ -59,7 +59,7 @@ class Settings:
     model: str
     speculative: Speculative = field(default_factory=Speculative)
     api_key: str | None = None
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 4 << 20
     health: Callable[[], Mapping[int, str | None]] = lambda: {0: None}
 
 
@@ -267,6 +267,8 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_() -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        # Beside the event loop: executors of other ranks are asked over MPI.
+        text = await asyncio.get_running_loop().run_in_executor(None, metrics.render)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app

@@ -36,7 +36,7 @@ class ServeOptions:
     tree_budget: int | None = None  # default: the engine's
     policy: str = "fixed"
     max_queue_size: int = 1024
-    max_body_mib: int = 8
+    max_body_mib: int = 4
     prefix_cache: bool = True
     drain_seconds: int = 30
     trace: Path | None = None

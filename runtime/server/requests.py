@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from trtree.runtime.chat_template import ChatTemplate
+from trtree.runtime.cli import INT32_MAX
 from trtree.runtime.executor import OutputConfig, Request, SamplingConfig, SpeculativeConfig
 from trtree.runtime.server.errors import ApiError
 from trtree.runtime.server.protocol import (
-    INT32_MAX,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -107,6 +107,13 @@ def _requests(
     output: OutputConfig,
     defaults: Speculative,
 ) -> list[Request]:
+    if len(prompt) >= service.max_seq_len:  # before it is copied n times
+        raise ApiError(
+            400,
+            f"the prompt's {len(prompt)} tokens leave no room in the engine's max_seq_len "
+            f"{service.max_seq_len}",
+            code="context_length_exceeded",
+        )
     stop_token_ids = [] if body.ignore_eos else service.stop_token_ids
     speculative = _speculative(service, body.speculative, defaults)
     seed = None if body.seed is None else body.seed % 2**64

@@ -1,6 +1,7 @@
 """Whatever a client sends, it gets an answer of OpenAI's form, and never a 5xx."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -102,6 +103,31 @@ def test_chat_parameters(
 ) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]} | changes
     check(server.http.post(CHAT, json=body), 400, part, param)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": ["a", *[1] * 300_000]},
+        {"prompt": [1.5] * 300_000},
+        {"prompt": [None] * 300_000},
+        {"prompt": [[1]] * 200_000},
+        {"prompt": [1, *["a"] * 200_000]},
+        {"logit_bias": {str(i): "x" for i in range(100_000)}},
+        {"stop": [1] * 300_000},
+        {f"parameter {i}": i for i in range(50_000)},
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_body_of_errors_is_answered_at_the_first(
+    server: ServerProcess, changes: dict[str, Any]
+) -> None:
+    """One error an element takes a minute, in which nobody else is served."""
+    started = time.monotonic()
+    response = server.http.post(COMPLETIONS, json={"prompt": "a"} | changes)
+    assert response.status_code == 400
+    assert len(response.content) < 1000
+    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(

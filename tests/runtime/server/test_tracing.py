@@ -20,8 +20,6 @@ def test_a_servers_trace(demo_engine: Callable[..., Path], tmp_path: Path) -> No
         process.close()
     header, lines = trace.read_trace(file)
     assert header["engine"] == str(demo_engine())
-    if not lines:
-        pytest.skip("the executor records no rounds yet")
     warm_up = min(entry["request"] for entry in lines)
     lines = [entry for entry in lines if entry["request"] != warm_up]
     summary = trace.summarize(lines)
