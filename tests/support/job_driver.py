@@ -7,11 +7,13 @@ line of JSON each.
 import argparse
 import json
 import os
+import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trtree import _core
@@ -227,6 +229,64 @@ def _manners(executor: ExecutorLike) -> dict[str, object]:
     return facts
 
 
+def churn(job: Job, args: argparse.Namespace) -> None:
+    """Clients come, cancel and go on every replica at once; every request ends once, with the
+    tokens it has alone."""
+    if not job.is_leader:
+        job.work()
+        return
+    threads = [
+        threading.Thread(target=_churn, args=(executor, number))
+        for number, executor in enumerate(job.executors)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _churn(executor: ExecutorLike, seed: int) -> None:
+    stop = time.monotonic() + 2
+    asked: dict[int, Request] = {}
+    cancelled: set[int] = set()
+
+    def client(number: int) -> None:
+        rng = random.Random(10 * seed + number)
+        while time.monotonic() < stop:
+            prompt = [rng.randrange(2048) for _ in range(rng.randrange(1, 40))]
+            speculative = SpeculativeConfig(rng.choice(MODES), tree_budget=8)
+            request = Request(prompt, rng.randrange(1, 30), speculative=speculative)
+            with suppress(QueueFullError):
+                request_id = executor.enqueue_request(request)
+                asked[request_id] = request
+                time.sleep(rng.random() / 50)
+                if rng.random() < 0.3:
+                    cancelled.add(request_id)
+                    executor.cancel_request(request_id)
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(3)]
+    for thread in clients:
+        thread.start()
+    output: dict[int, list[int]] = {}
+    ended: list[int] = []
+    while True:
+        working = any(thread.is_alive() for thread in clients)
+        responses = executor.await_responses(0.05)
+        for response in responses:
+            output.setdefault(response.request_id, []).extend(response.token_ids)
+            ended += [response.request_id] * response.finished
+        if not working and not responses:
+            break
+    same = True
+    for request_id in sorted(set(asked) - cancelled)[:8]:
+        executor.enqueue_request(asked[request_id])
+        alone: list[int] = []
+        while responses := executor.await_responses():
+            alone += [token for response in responses for token in response.token_ids]
+        same = same and alone == output[request_id]
+    report(asked=len(asked), ended_once=sorted(ended) == sorted(asked), same=same)
+
+
 def _config(engine: EngineDir) -> ExecutorConfig:
     return ExecutorConfig(max_queue_size=20, record_rounds=True)
 
@@ -254,6 +314,7 @@ def _launched_rank() -> int:
 
 ACTIONS = {
     "broken": broken,
+    "churn": churn,
     "unique_id": unique_id,
     "executors": executors,
     "fail": fail,

@@ -46,6 +46,14 @@ def test_another_replicas_executor_behaves_as_one_in_this_process(demo_engine: B
     assert "shut down" in here["shut_down"]
 
 
+def test_clients_that_come_and_go_on_all_replicas(demo_engine: Build) -> None:
+    status, lines, errors = run_job(4, demo_engine(tp=2), "churn")
+    assert status == 0, errors
+    assert len(lines) == 2
+    for line in lines:
+        assert line["asked"] > 0 and line["ended_once"] and line["same"]
+
+
 @pytest.mark.parametrize(
     ("ranks", "tp", "options", "named"),
     [
