@@ -153,8 +153,7 @@ class _Measurement:
         most_rows = min(self._c.max_num_rows, requests * self._width)
         verify = {rows: list[float]() for rows in ROWS if rows <= most_rows}
         draft = {n: list[float]() for n in REQUESTS if n <= requests and self._c.block_size > 1}
-        self._first_pass(verify, self._verify)
-        self._first_pass(draft, self._draft)
+        self._first_pass(verify, draft)
         while self._time_left() or len(verify[1]) < MIN_REPEATS:
             for rows, times in verify.items():
                 times.append(self._verify(rows))
@@ -165,14 +164,18 @@ class _Measurement:
         self._on_progress(1.0)
         return StepCosts(_least(verify, context), _least(draft), per_context)
 
-    def _first_pass(self, sizes: dict[int, list[float]], run: Callable[[int], float]) -> None:
-        """Warm each size up and time it once; drop the sizes that there is no time for."""
-        for size in list(sizes):
-            if size > 1 and not self._time_left():
-                del sizes[size]
-                continue
-            run(size)
-            sizes[size].append(run(size))
+    def _first_pass(self, verify: dict[int, list[float]], draft: dict[int, list[float]]) -> None:
+        """Time each size once, small ones first; drop the sizes that there is no time for."""
+        sizes = [(size, verify, self._verify) for size in verify]
+        sizes += [(size, draft, self._draft) for size in draft]
+        for size, times, run in sorted(sizes, key=lambda entry: entry[0]):
+            if size == 1:
+                run(size)  # what is slow once
+            # Without a second size, all would seem to cost what the first does.
+            if size <= 2 or self._time_left():
+                times[size].append(run(size))
+            else:
+                del times[size]
 
     def _time_left(self) -> bool:
         now = self._clock()

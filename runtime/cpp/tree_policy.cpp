@@ -11,8 +11,9 @@ namespace trtree {
 
 namespace {
 
-// The memory of decayed sums, in trees.
+// The memory of the sums of accepted and expected nodes, and of the mean worths, in trees.
 constexpr double kMemory = 128.0;
+constexpr double kProfileMemory = 32.0;
 // Nodes that a depth without observations counts as expected, with the correction of the
 // depth above it.
 constexpr double kPrior = 1.0;
@@ -59,7 +60,7 @@ AdaptiveBudget::AdaptiveBudget(CostModel costs) : costs_(std::move(costs)) {
 
 bool AdaptiveBudget::should_draft(const RoundLoad& load) {
   if (load.max_nodes <= 0) return false;
-  if (profile_.empty()) return true;
+  if (trees_seen_ < kProfileMemory) return true;
   std::vector<double> worths;
   for (const double worth : falling(profile_)) {
     worths.insert(worths.end(), std::max(1, load.requests), worth);
@@ -141,7 +142,7 @@ std::vector<double> AdaptiveBudget::worths(const ddtree::Tree& tree) const {
 void AdaptiveBudget::remember(std::span<const std::vector<double>> trees) {
   for (const std::vector<double>& tree : trees) {
     // The plain mean, until there are as many trees as the memory holds.
-    trees_seen_ = std::min(trees_seen_ + 1.0, kMemory);
+    trees_seen_ = std::min(trees_seen_ + 1.0, kProfileMemory);
     profile_.resize(std::max(profile_.size(), tree.size()));
     for (size_t i = 0; i < profile_.size(); ++i) {
       const double worth = i < tree.size() ? tree[i] : 0.0;

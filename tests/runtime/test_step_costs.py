@@ -1,6 +1,7 @@
 """Costs: measured against a clock that the engine itself moves, kept by machine, read back."""
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ class TimedEngine(ToyEngine):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.now = 0.0
-        self.steps = 0
+        self.others = random.Random(1)
 
     def clock(self) -> float:
         return self.now
@@ -31,8 +32,7 @@ class TimedEngine(ToyEngine):
     def step(self, batch: _core.RowBatch) -> _core.StepResult:
         contexts = sum(s.num_rows * s.sequence.committed_length for s in batch.segments)
         self.now += self.target_seconds(batch.num_rows) + 1e-6 * contexts
-        self.steps += 1
-        if self.steps % 3 == 0:  # something else ran
+        if self.others.random() < 0.3:  # something else ran
             self.now += 0.5
         return super().step(batch)
 
@@ -83,7 +83,8 @@ def test_sizes_that_there_is_no_time_for_are_left_out() -> None:
     engine = TimedEngine()
     costs = measure(engine, seconds=0.2, clock=engine.clock)
     assert costs.verify[0][0] == 1
-    assert len(costs.verify) < 5
+    assert 2 <= len(costs.verify) < 8
+    assert len(costs.draft) >= 2
     assert engine.now < 10
 
 

@@ -204,17 +204,19 @@ def test_drafting_stops_where_it_cannot_pay_and_is_tried_again() -> None:
     likely = build_tree_from_top_k(np.zeros((3, 1), np.float32), np.zeros((3, 1), np.int32), 3)
     assert budget.should_draft(load)  # nothing is known yet
     assert not budget.should_draft(RoundLoad(1, max_nodes=0))
+    budget.choose(load, [likely._tree] * 31)
+    assert budget.should_draft(load)  # little is
     budget.choose(load, [likely._tree])
     interval = AdaptiveBudget.PROBE_INTERVAL
     asked = [budget.should_draft(load) for _ in range(3 * interval)]
     assert [i for i, yes in enumerate(asked) if yes] == [interval * n - 1 for n in (1, 2, 3)]
 
     free_rows = AdaptiveBudget(CostModel([(1, 1.0), (9, 1.0)], [(1, 0.5)]))
-    free_rows.choose(load, [likely._tree])
+    free_rows.choose(load, [likely._tree] * 32)
     assert all(free_rows.should_draft(load) for _ in range(10))
     # The same rows behind a long prompt chunk are not free: no row is.
     steep = AdaptiveBudget(CostModel([(1, 1.0), (9, 1.0), (100, 80.0)], [(1, 0.5)]))
-    steep.choose(load, [likely._tree])
+    steep.choose(load, [likely._tree] * 32)
     assert steep.should_draft(load)
     assert not steep.should_draft(RoundLoad(1, other_rows=60))
     assert not steep.should_draft(RoundLoad(60))
