@@ -7,7 +7,7 @@ more. The plan is plain JSON (``plan.json``, one for each rank);
 each at a multiple of 64 bytes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,17 +142,22 @@ def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader)
 
 def _write_experts(file: ResumableFile, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
     """One expert in memory at a time; their packed weights follow one another."""
-    entry: dict[str, Any] = {"segments": list(segment_bounds(-(-weight.shape[-1] // BLOCK)))}
+    bounds: Sequence[int] = segment_bounds(-(-weight.shape[-1] // BLOCK))
     scales, input_scales, places = [], [], []
     for expert in range(weight.experts):
         linear = checkpoint.linear(weight.modules_of(expert))
+        bounds = linear.segment_bounds or bounds
         if isinstance(linear.weight, QuantizedTensor):
             scales.append(float(linear.weight.global_scale))
             input_scales.append(_input_scale(weight, linear.input_scale))
             places.append(_append(file, nvfp4_cpu.pack(linear.weight)))
         else:
             places.append(_append(file, dense_cpu.pack(linear.weight)))
-    entry |= {"offset": places[0]["offset"], "bytes": sum(place["bytes"] for place in places)}
+    entry = {
+        "offset": places[0]["offset"],
+        "bytes": sum(place["bytes"] for place in places),
+        "segments": list(bounds),
+    }
     if scales:
         kind = {"kind": "nvfp4", "expert_scales": scales, "input_scale": max(input_scales)}
         return entry | kind

@@ -48,6 +48,18 @@ class Shard:
             raise NetworkError(f"{what}: {total} does not divide among {self.size} ranks")
         return total // self.size
 
+    def kv_heads(self, heads: int, what: str) -> range:
+        """This rank's KV heads; ranks that outnumber them share one among several.
+
+        Raises:
+            NetworkError: neither number is a multiple of the other.
+        """
+        if self.size % heads == 0:
+            own = self.rank * heads // self.size
+            return range(own, own + 1)
+        part = self.part(heads, what)
+        return range(self.rank * part, (self.rank + 1) * part)
+
     def of(self, tensor: torch.Tensor, axis: int, what: str) -> torch.Tensor:
         """This rank's part of ``axis``."""
         length = self.part(tensor.shape[axis], what)
@@ -60,7 +72,7 @@ WHOLE = Shard()  # one rank has it all
 @dataclass(frozen=True)
 class _Part:
     """What a rank stores of a linear: ranges of its rows (fused out_features) or of its
-    columns (in_features); None: all of them."""
+    columns (in_features); None: all of them. Of stacked experts: of each of them."""
 
     rows: tuple[range, ...] | None = None
     columns: range | None = None
@@ -100,27 +112,32 @@ def shard_networks(
             f"tp {shard.size}: linears are reduced in {SEGMENTS} segments, which do not divide "
             f"among {shard.size} ranks; use 2, 4 or 8"
         )
-    for network in networks.values():
-        for op in network.ops:
-            if op.kind in ("experts_up", "experts_down"):
-                raise NetworkError(f"tp {shard.size}: {op.name}: experts run on one rank so far")
-    local = {name: _NetworkShard(network, shard).network for name, network in networks.items()}
+    facts = {name: _Facts(network) for name, network in networks.items()}
+    local = {name: _NetworkShard(facts[name], shard).network for name in networks}
     plan = WeightPlan({}, {})
     parts: dict[tuple[Owner, tuple[str, ...]], _Part] = {}
-    uses = _stored_uses(networks, weights)
+    uses: dict[str, set[_Use]] = {}  # by stored weight, how its parts are used
+    kv_heads = {key: heads for known in facts.values() for key, heads in known.kv_modules.items()}
+    for name, network in networks.items():
+        for op in network.ops:
+            for weight_name in op.weights:
+                stored_name = weights.views[weight_name].stored
+                uses.setdefault(stored_name, set()).add(facts[name].uses[op.name])
     for weight in weights.stored.values():
-        part = _part(weight, uses[weight.name], shard)
+        part = _part(weight, uses[weight.name], kv_heads, shard)
+        for expert in range(weight.experts):
+            parts[weight.owner, weight.modules_of(expert)] = part
         parts[weight.owner, weight.modules] = part
         plan.stored[weight.name] = _cut(weight, part)
-    for network in networks.values():
+    for name, network in networks.items():
         for op in network.ops:
-            use = _use(network, op)
-            for name in op.weights:
-                view = weights.views[name]
+            use = facts[name].uses[op.name]
+            for weight_name in op.weights:
+                view = weights.views[weight_name]
                 stored = plan.stored[view.stored]
                 part = parts[stored.owner, stored.modules]
-                plan.views[_local_name(name, use)] = _view(
-                    network.weights[name], use, view, stored, part, shard
+                plan.views[_local_name(weight_name, use)] = _view(
+                    network.weights[weight_name], use, view, stored, part, shard
                 )
     return RankNetworks(shard, local, plan, parts)
 
@@ -144,31 +161,64 @@ def vocabulary_bounds(size: int, ranks: int) -> list[int]:
 _Use = Literal["column", "vocabulary", "row"] | None
 
 
-def _use(network: Network, op: Op) -> _Use:
-    parallel = op.attrs.get("parallel")
-    if parallel is None:
-        return None
-    readers = [other.kind for other in network.ops if op.outputs[0] in other.inputs]
-    if parallel == "column" and not set(readers) <= _ON_PARTS:
-        return "vocabulary"
-    return "row" if parallel == "row" else "column"
+class _Facts:
+    """What a network says about how its parts are divided.
+
+    uses: by op, how its weights are used. kv_heads: by tensor, from a k or v projection
+    to the cache, the KV heads of all ranks; kv_modules: by owner and module likewise.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._producers = {name: op for op in network.ops for name in op.outputs}
+        readers: dict[str, set[str]] = {}
+        for op in network.ops:
+            for name in op.inputs:
+                readers.setdefault(name, set()).add(op.kind)
+        self.uses: dict[str, _Use] = {}
+        for op in network.ops:
+            parallel = op.attrs.get("parallel")
+            read_by = readers.get(op.outputs[0], set()) if op.outputs else set()
+            whole = parallel == "column" and not read_by <= _ON_PARTS
+            self.uses[op.name] = "vocabulary" if whole else parallel
+        self.kv_heads: dict[str, int] = {}
+        self.kv_modules: dict[tuple[Owner, str], int] = {}
+        for op in network.ops:
+            if op.kind == "kv_append" and op.state:
+                for name in op.inputs[:2]:
+                    self._follow(name, network.states[op.state].heads)
+
+    def _follow(self, name: str, heads: int) -> None:
+        """From the cache back to the projection."""
+        module = 0
+        while (op := self._producers.get(name)) is not None:
+            self.kv_heads[name] = heads
+            if op.kind == "linear":
+                weight = self.network.weights[op.weights[0]]
+                self.kv_modules[weight.owner, weight.modules[module]] = heads
+                return
+            if op.kind == "split":
+                module = op.outputs.index(name)
+                (name,) = op.inputs
+                linear = self._producers[name]
+                if linear.kind != "linear":
+                    return
+                weight = self.network.weights[linear.weights[0]]
+                self.kv_modules[weight.owner, weight.modules[module]] = heads
+                return
+            name = op.inputs[0]
 
 
 def _local_name(weight: str, use: _Use) -> str:
     return f"{weight}@{use}" if use else weight
 
 
-def _stored_uses(networks: Mapping[str, Network], weights: WeightPlan) -> dict[str, set[_Use]]:
-    """By stored weight, how its parts are used."""
-    uses: dict[str, set[_Use]] = {}
-    for network in networks.values():
-        for op in network.ops:
-            for name in op.weights:
-                uses.setdefault(weights.views[name].stored, set()).add(_use(network, op))
-    return uses
-
-
-def _part(weight: Weight, uses: set[_Use], shard: Shard) -> _Part:
+def _part(
+    weight: Weight,
+    uses: set[_Use],
+    kv_heads: Mapping[tuple[Owner, str], int],
+    shard: Shard,
+) -> _Part:
     """What a rank stores of a weight: its own part if every use is of one kind."""
     if None in uses:
         return _Part()
@@ -179,16 +229,22 @@ def _part(weight: Weight, uses: set[_Use], shard: Shard) -> _Part:
     if uses == {"vocabulary"}:
         bounds = vocabulary_bounds(weight.shape[0], shard.size)
         return _Part(rows=(range(*bounds[shard.rank : shard.rank + 2]),))
-    starts = [sum(weight.out_sizes[:i]) for i in range(len(weight.out_sizes))]
+    sizes = weight.out_sizes[: len(weight.out_sizes) // (weight.experts or 1)]
     ranges = []
-    for module, start, size in zip(weight.modules, starts, weight.out_sizes, strict=True):
+    for index, (module, size) in enumerate(zip(weight.modules, sizes, strict=False)):
+        start = sum(sizes[:index])
+        heads = kv_heads.get((weight.owner, module))
+        if heads is not None:
+            own, head_dim = shard.kv_heads(heads, f"{module}: KV heads"), size // heads
+            ranges.append(range(start + own.start * head_dim, start + own.stop * head_dim))
+            continue
         part = shard.part(size, f"{module}: out_features")
         ranges.append(range(start + shard.rank * part, start + (shard.rank + 1) * part))
     return _Part(rows=tuple(ranges))
 
 
 def _columns(weight: Weight, shard: Shard) -> range:
-    k = weight.shape[1]
+    k = weight.shape[-1]
     if k % (BLOCK * shard.size):
         raise NetworkError(
             f"{weight.name}: in_features {k} are {k / BLOCK:g} blocks of {BLOCK}, which do not "
@@ -200,10 +256,13 @@ def _columns(weight: Weight, shard: Shard) -> range:
 
 def _cut(weight: Weight, part: _Part) -> Weight:
     if part.columns is not None:
-        return replace(weight, shape=(weight.shape[0], len(part.columns)))
+        return replace(weight, shape=(*weight.shape[:-1], len(part.columns)))
     if part.rows is None:
         return weight
     sizes = tuple(map(len, part.rows))
+    if weight.experts:
+        shape: tuple[int, ...] = (weight.experts, sum(sizes), weight.shape[2])
+        return replace(weight, shape=shape, out_sizes=sizes * weight.experts)
     return replace(weight, shape=(sum(sizes), *weight.shape[1:]), out_sizes=sizes)
 
 
@@ -292,18 +351,20 @@ def _indexed(scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 # Ops that run on a rank's own heads or features as they do on all of them.
 _ON_PARTS = frozenset(
-    {"kv_append", "linear", "reshape", "rms_norm", "rotary_embedding", "scale", "silu_mul"}
-    | {"split", "tree_attention"}
+    {"experts_down", "kv_append", "linear", "reshape", "rms_norm", "rotary_embedding"}
+    | {"scale", "silu_mul", "split", "tree_attention"}
 )
 
 
 class _NetworkShard:
     """Copies a network op by op, with the tensors of one rank."""
 
-    def __init__(self, network: Network, shard: Shard) -> None:
-        self._whole = network
+    def __init__(self, facts: _Facts, shard: Shard) -> None:
+        self._facts = facts
+        self._whole = network = facts.network
         self._shard = shard
         self._divided: set[str] = set()
+        self._splits = {op.inputs[0]: op.outputs for op in network.ops if op.kind == "split"}
         self.network = replace(network, tensors={}, ops=[], weights={}, states={})
         for name in network.inputs:
             self.network.tensors[name] = network.tensors[name]
@@ -311,15 +372,15 @@ class _NetworkShard:
             self._add(op)
 
     def _add(self, op: Op) -> None:
+        # Every rank knows of every row which experts it goes to.
+        operands = op.inputs[:1] if op.kind == "experts_down" else op.inputs
         divided = [
-            name in self._divided
-            for name in op.inputs
-            if self._whole.tensors[name].dtype != "int32"
+            name in self._divided for name in operands if self._whole.tensors[name].dtype != "int32"
         ]
-        use = _use(self._whole, op)
+        use = self._facts.uses[op.name]
         if any(divided) and not (all(divided) and op.kind in _ON_PARTS):
             raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
-        if op.kind == "linear" and any(divided) != (use == "row"):
+        if op.kind in ("linear", "experts_down") and any(divided) != (use == "row"):
             raise NetworkError(
                 f"{op.name}: its input is {'divided' if any(divided) else 'whole'}, but it is "
                 f"{'row' if use == 'row' else 'not row'}-parallel"
@@ -335,11 +396,11 @@ class _NetworkShard:
         if on_part and op.kind == "rms_norm" and len(self._shape(op.inputs[0])) != 3:
             raise NetworkError(f"{op.name}: a norm over features that are divided among ranks")
         if on_part and op.kind == "split":
-            attrs["sizes"] = [self._shard.part(size, op.name) for size in attrs["sizes"]]
+            attrs["sizes"] = [self._features(name) for name in op.outputs]
         self._state(op, any(divided))
         for name in op.outputs:
             tensor = self._whole.tensors[name]
-            self.network.tensors[name] = self._part(tensor) if on_part else tensor
+            self.network.tensors[name] = self._part(op, tensor) if on_part else tensor
             if on_part:
                 self._divided.add(name)
         self.network.ops.append(replace(op, weights=weights, attrs=attrs))
@@ -371,14 +432,29 @@ class _NetworkShard:
             return
         state = self._whole.states[op.state]
         if divided:
-            heads = self._shard.part(state.heads, f"{state.name}: KV heads")
-            state = replace(state, heads=heads)
+            own = self._shard.kv_heads(state.heads, f"{state.name}: KV heads")
+            state = replace(state, heads=len(own))
         self.network.states[op.state] = state
 
-    def _part(self, tensor: Tensor) -> Tensor:
-        rows, features, *rest = tensor.shape
-        what = f"{tensor.name}: {'heads' if rest else 'features'}"
-        return replace(tensor, shape=(rows, self._shard.part(int(features), what), *rest))
+    def _part(self, op: Op, tensor: Tensor) -> Tensor:
+        """The tensor with this rank's features, or heads, of it."""
+        if op.kind == "experts_up":  # [rows, slots, intermediate]
+            *axes, features = tensor.shape
+            part = self._shard.part(int(features), f"{tensor.name}: intermediate")
+            return replace(tensor, shape=(*axes, part))
+        rows, _, *rest = tensor.shape
+        return replace(tensor, shape=(rows, self._features(tensor.name), *rest))
+
+    def _features(self, name: str) -> int:
+        """Of a tensor [rows, features], or the heads of one [rows, heads, head_dim]."""
+        _, whole, *rest = self._shape(name)
+        features = int(whole)
+        if name in self._facts.kv_heads:
+            heads = self._facts.kv_heads[name]
+            return features // heads * len(self._shard.kv_heads(heads, f"{name}: KV heads"))
+        if name in self._splits:
+            return sum(map(self._features, self._splits[name]))
+        return self._shard.part(features, f"{name}: {'heads' if rest else 'features'}")
 
     def _shape(self, name: str) -> tuple[Dim, ...]:
         return self._whole.tensors[name].shape

@@ -23,11 +23,14 @@ auto find(auto& requests, int64_t request_id) {
 }
 
 // Prompt rows of one step. Where log-probs of the prompt are wanted, each row brings the
-// logits of the whole vocabulary: 64 MiB of them at most.
+// logits of the whole vocabulary: 64 MiB of them at most, and where KV is contiguous no more
+// rows with outputs than a verify group has.
 int32_t chunk_limit(const ActiveRequest& request, const Capabilities& capabilities) {
   constexpr int32_t kMostLogits = (64 << 20) / sizeof(float);
   if (request.request.output.prompt_log_probs < 0) return capabilities.max_num_rows;
-  return std::max(1, kMostLogits / capabilities.vocab_size);
+  const int32_t rows = std::max(1, kMostLogits / capabilities.vocab_size);
+  return capabilities.kv_layout == KvLayout::kContiguous ? std::min(rows, capabilities.verify_width)
+                                                         : rows;
 }
 
 }  // namespace

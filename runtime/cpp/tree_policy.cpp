@@ -58,6 +58,7 @@ AdaptiveBudget::AdaptiveBudget(CostModel costs) : costs_(std::move(costs)) {
 }
 
 bool AdaptiveBudget::should_draft(const RoundLoad& load) {
+  if (load.max_nodes <= 0) return false;
   if (profile_.empty()) return true;
   std::vector<double> worths;
   for (const double worth : falling(profile_)) {

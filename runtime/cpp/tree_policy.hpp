@@ -58,7 +58,8 @@ class AdaptiveBudget {
   explicit AdaptiveBudget(CostModel costs);
 
   // Whether a drafter pass is expected to pay for itself, from the worths of recent trees. Also
-  // true before the first tree, and once in kProbeInterval calls, so that no verdict is for ever.
+  // true before the first tree, and once in kProbeInterval calls, so that no verdict is for ever;
+  // never where no row is left for a node.
   bool should_draft(const RoundLoad& load);
 
   // How many of its nodes each tree keeps. load.requests may exceed the trees: the rest

@@ -12,7 +12,7 @@ reach the replica's other ranks. Nothing is spawned: mpirun starts every rank.
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trtree import _core
@@ -66,8 +66,10 @@ class Job:
         for executor in self.executors:
             executor.shutdown()
         for executor in self.executors:
-            while executor.await_responses():
-                pass
+            # An engine that failed has said so already; the other replicas end all the same.
+            with suppress(RuntimeError):
+                while executor.await_responses():
+                    pass
 
 
 class RankJob(Job):

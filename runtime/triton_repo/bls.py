@@ -26,6 +26,7 @@ from trtree.runtime.triton_repo.inflight_batcher import (
     TOKEN_OUTPUTS,
 )
 from trtree.runtime.triton_repo.inputs import Array
+from trtree.runtime.triton_repo.orphans import end_with_server
 from trtree.runtime.triton_repo.settings import SettingsError, flag, parameters_of
 from trtree.runtime.triton_repo.text_models import EngineText
 
@@ -51,6 +52,7 @@ class BlsModel:
         self._live: dict[str, Any] = {}  # Triton's requests by the ids they have below
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        end_with_server()
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watcher.start()
 

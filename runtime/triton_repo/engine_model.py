@@ -22,6 +22,7 @@ from trtree.runtime.triton_repo.errors import Cancelled, send_error
 from trtree.runtime.triton_repo.hosting import hosted
 from trtree.runtime.triton_repo.inputs import Array, InputError
 from trtree.runtime.triton_repo.metrics import Metrics
+from trtree.runtime.triton_repo.orphans import end_with_server
 from trtree.runtime.triton_repo.settings import EngineSettings, SettingsError, parameters_of
 
 # Prompts are tokenized beside Triton's thread, a few at a time.
@@ -55,6 +56,7 @@ class EngineModel(ABC):
         config = json.loads(args["model_config"])
         parameters = parameters_of(args["model_config"])
         self.decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+        end_with_server()
         self._requests: dict[int, _LiveRequest] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 START_SECONDS = 120
+_EXIT_SECONDS = 10  # for requests and connections that are open
 
 
 class LocalServer:
@@ -87,7 +88,8 @@ class LocalServer:
             *("--http-address=127.0.0.1", f"--http-port={self.http_port}"),
             *("--grpc-address=127.0.0.1", f"--grpc-port={self.grpc_port}"),
             *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
-            *("--allow-gpu-metrics=false", "--metrics-interval-ms=500"),
+            "--allow-gpu-metrics=false",
+            f"--exit-timeout-secs={_EXIT_SECONDS}",
             *control,
             *(f"--load-model={name}" for name in models or ()),
         ]

@@ -63,7 +63,7 @@ def test_modes_share_a_step(evaluated: Evaluated) -> None:
     """Prefill chunks, single rows and trees at once: each request gets the tokens it gets alone,
     and in as many passes: its drafter's context is its own too."""
     engine, _ = evaluated
-    given = list(zip(prompts(5), [PLAIN, TREE, CHAIN, TREE, PLAIN], strict=True))
+    given = list(zip(prompts(4), [PLAIN, TREE, CHAIN, TREE], strict=True))
     alone = [decode_counting(engine, [request])[0] for request in given]
     assert decode_counting(engine, given) == alone
 
@@ -72,7 +72,7 @@ def test_pages_of_one_token() -> None:
     engine, _ = evaluated_engine(
         read_options(ROOT / "configs" / "demo.yaml"), **SIZES | {"page_size": 1}
     )
-    given = prompts(4)
+    given = prompts(2)
     plain = decode(engine, [(prompt, PLAIN) for prompt in given])
     assert decode(engine, [(prompt, TREE) for prompt in given]) == plain
     assert engine.capabilities().page_size == 1
@@ -83,7 +83,7 @@ def test_two_ranks_decode_alike_and_lose_nothing() -> None:
     engines = evaluated_ranks(
         read_options(ROOT / "configs" / "demo.yaml"), 2, **SIZES | {"max_batch_size": 2}
     )
-    given = prompts(3)
+    given = prompts(2)
     tree, plain = (on_all_ranks(engines, [(p, mode) for p in given]) for mode in (TREE, PLAIN))
     assert tree == plain
 

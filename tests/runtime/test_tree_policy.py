@@ -203,6 +203,7 @@ def test_drafting_stops_where_it_cannot_pay_and_is_tried_again() -> None:
     load = RoundLoad(1)
     likely = build_tree_from_top_k(np.zeros((3, 1), np.float32), np.zeros((3, 1), np.int32), 3)
     assert budget.should_draft(load)  # nothing is known yet
+    assert not budget.should_draft(RoundLoad(1, max_nodes=0))
     budget.choose(load, [likely._tree])
     interval = AdaptiveBudget.PROBE_INTERVAL
     asked = [budget.should_draft(load) for _ in range(3 * interval)]

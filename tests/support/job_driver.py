@@ -214,10 +214,11 @@ def _manners(executor: ExecutorLike) -> dict[str, object]:
     facts["reasons"] = sorted(set(reasons))
     facts["all_ended"] = len(reasons) == len(ids)
     tokens = sum(map(len, _outputs(executor)))
-    facts["rounds"] = bool(executor.take_rounds())
+    rounds = executor.take_rounds()[-20:]
+    facts["rounds"] = sum(record.emitted_tokens for record in rounds) > 0
     statistics = executor.latest_statistics()
     facts["tokens"] = tokens
-    facts["counted"] = statistics.target_forwards > 0 and statistics.drafter_forwards > 0
+    facts["counted"] = [statistics.finished_requests, statistics.cancelled_requests == len(ids)]
     executor.shutdown()
     try:
         executor.enqueue_request(long)

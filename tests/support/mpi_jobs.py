@@ -32,6 +32,10 @@ def mpirun() -> str:
     return launcher
 
 
+# Of MPICH and of Open MPI.
+_SHARED_MEMORY = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")
+
+
 class RunningJob:
     """A job under mpirun. Leaves no process and no shared memory of its own behind."""
 
@@ -98,7 +102,7 @@ class RunningJob:
         for process in self._descendants():
             with suppress(OSError):
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-                self._shared |= set(map(Path, re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+", maps)))
+                self._shared |= {Path(name) for name in _SHARED_MEMORY.findall(maps)}
 
 
 def run_job(ranks: int, engine: Path, action: str, *options: str) -> tuple[int, list[Any], str]:

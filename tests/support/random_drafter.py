@@ -11,7 +11,9 @@ from random_target import random_target
 from trtree.build.checkpoint.write import write_checkpoint
 
 
-def random_drafter(directory: Path, target: dict[str, Any], *, block_size: int = 4) -> Path:
+def random_drafter(
+    directory: Path, target: dict[str, Any], *, block_size: int = 4, **changes: Any
+) -> Path:
     """A drafter of one layer that sees both layers of ``target``, a config.json."""
     config = tiny_config(
         architectures=["DFlashDraftModel"],
@@ -20,6 +22,7 @@ def random_drafter(directory: Path, target: dict[str, Any], *, block_size: int =
         num_hidden_layers=1,
         num_target_layers=target["num_hidden_layers"],
         vocab_size=target["vocab_size"],
+        **changes,
     )
     generator = torch.Generator().manual_seed(7)
     hidden = config["hidden_size"]

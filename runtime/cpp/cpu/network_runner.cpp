@@ -206,8 +206,15 @@ void NetworkRunner::experts_up(const PlanOp& op) {
 void NetworkRunner::experts_down(const PlanOp& op) {
   const Matrix h = tensor(op.inputs[0]), weights = tensor(op.inputs[1]);
   const Matrix y = tensor(op.outputs[0]);
-  expert_rows_.down(weights_.experts(op.weight), h.data, {weights.data, weights.stride}, h.rows,
-                    op.heads, {y.data, y.stride}, parallel_, isa_);
+  const moe::Experts& experts = weights_.experts(op.weight);
+  LinearOutput output{y.data, y.stride};
+  if (op.row_parallel) {
+    output = ranks_.segment_sums(h.rows, experts.segments().count, y.width);
+  }
+  expert_rows_.down(experts, h.data, {weights.data, weights.stride}, h.rows, op.heads, output,
+                    parallel_, isa_);
+  // Scales are in the sums already: they differ from expert to expert.
+  if (op.row_parallel) ranks_.add_segments(1.0f, nullptr, y, parallel_);
 }
 
 void NetworkRunner::embedding(const PlanOp& op, const StepRows& rows) {

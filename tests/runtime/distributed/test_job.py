@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from job_driver import PROMPTS
 from mpi_jobs import DRIVER, RunningJob, run_job
 
 Build = Callable[..., Path]
@@ -37,11 +38,11 @@ def test_another_replicas_executor_behaves_as_one_in_this_process(demo_engine: B
     assert status == 0, errors
     here, there = lines
     assert here == there
-    assert here["idle"] == [] and here["waited"] and here["all_ended"]
+    assert here["idle"] == [] and here["waited"] and here["all_ended"] and here["rounds"]
     assert "1000000" in here["invalid"]
     assert here["full"]
     assert here["reasons"] == ["CANCELLED"]
-    assert here["counted"]
+    assert here["counted"] == [len(PROMPTS), True]
     assert "shut down" in here["shut_down"]
 
 
@@ -174,6 +175,31 @@ def test_a_silent_rank_is_reported(demo_engine: Build) -> None:
         process.resume()
         while job.line() == {"lost": [1]}:
             assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(
+    ("before", "named"),
+    [
+        ("", "mpirun started 2 ranks, mpi4py sees 1: its MPI is not the launcher's"),
+        ("sys.modules['mpi4py'] = None", "mpi4py cannot be used"),
+    ],
+)
+def test_a_launcher_that_is_not_mpi4pys_is_named(
+    demo_engine: Build, before: str, named: str
+) -> None:
+    """As where one MPI's mpirun starts ranks whose mpi4py belongs to another, or is missing."""
+    program = (
+        f"import runpy, sys; sys.argv[1:] = [{str(demo_engine(tp=2))!r}, 'generate']; {before}\n"
+        f"runpy.run_path({str(DRIVER)!r}, run_name='__main__')"
+    )
+    refused = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMPI_COMM_WORLD_SIZE": "2"},
+    )
+    assert refused.returncode == 2
+    assert named in refused.stderr
 
 
 def test_without_a_launcher_one_process_does(demo_engine: Build) -> None:
