@@ -200,7 +200,8 @@ async def _measure(
                 for mode in modes:
                     await load.turn(runs[mode], mode, clients)
             rows += [runs[mode].row(mode, clients) for mode in modes]
-        look()
+    await asyncio.sleep(1)  # until the server has noticed that the clients are gone
+    look()
     return rows
 
 
@@ -254,8 +255,11 @@ class _Load:
             async with asyncio.TaskGroup() as group:
                 for client in range(clients):
                     group.create_task(self._client(run, mode, client))
-        except* self._error as errors:
-            raise RequestError(f"{self._http.base_url}: {errors.exceptions[0]}") from None
+        except ExceptionGroup as errors:
+            first = errors.exceptions[0]
+            if isinstance(first, self._error):
+                first = RequestError(f"{self._http.base_url}: {type(first).__name__}: {first}")
+            raise first from None
         run.seconds += time.perf_counter() - started
 
     async def _client(self, run: _Run, mode: str, client: int) -> None:

@@ -14,6 +14,8 @@ import uvicorn
 from trtree.runtime.service import Service
 
 BACKLOG = 2048
+# Longer than proxies keep idle connections, so that none is closed while it is being reused.
+_KEEP_ALIVE_SECONDS = 75
 _CLOSING_SECONDS = 5  # for what is left of a response after its request was cancelled
 _TICK_SECONDS = 0.05
 
@@ -66,6 +68,7 @@ def serve(
         log_level="warning",
         access_log=False,
         backlog=BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSING_SECONDS,
         server_header=False,
     )
