@@ -370,11 +370,10 @@ class Graph:
         weight = self._weight(modules, sizes, in_features, owner)
         shape = (*x.shape[:-1], sum(sizes))
         given = {"parallel": parallel, "dtype": dtype}
-        attrs = {name: value for name, value in given.items() if value}
+        attrs = {key: value for key, value in given.items() if value}
         dtypes = [dtype or self.network.dtype]
-        return self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)[
-            0
-        ]
+        (y,) = self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)
+        return y
 
     def _scale(
         self,
@@ -435,7 +434,8 @@ class Graph:
                 f"{self._path(modules[0])}: {experts} experts, routed {list(weights.shape)}"
             )
         every = list(sizes) * experts
-        first, *_ = infos = self._checked_infos(modules, every, in_features, self._owner)
+        infos = self._checked_infos(modules, every, in_features, self._owner)
+        first = infos[0]
         paths = tuple(self._path(module) for module in modules)
         for path, info in zip(paths, infos, strict=True):
             if not info.fuses_with(first):

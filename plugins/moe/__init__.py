@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, and experts over rows; see README.md."""

@@ -203,3 +203,37 @@ def test_the_executor_is_lossless(load: Any, family: str, algorithm: str) -> Non
     for prompt, tokens in zip(prompts, together, strict=True):
         assert len(tokens) == 32
         assert [tokens] == run([Request(prompt, max_tokens=32, speculative=plain)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "message"),
+    [
+        ("route", "routing", 7, "route: routing 7 of 1"),
+        ("experts_up", "heads", 3, r"experts\.up: experts \[96, 64\] between widths 64 and 192"),
+        ("experts_down", "heads", 0, "its slots do not stand one after another"),
+        ("experts_down", "inputs", [0, 1], "16 experts, weights of"),
+        ("linear", "weight", "experts", "experts where one matrix is needed"),
+        (None, "experts", 8, "16 scales for 8 experts"),
+        (None, "top_k", 17, "top_k 17 of 8"),
+    ],
+)
+def test_a_plan_is_checked_before_it_runs(
+    build: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str | None,
+    field: str,
+    value: Any,
+    message: str,
+) -> None:
+    engine = EngineDir.open(build("glm", "NVFP4", "cpu"))
+    plan = engine.plan()
+    stacks = [index for index, weight in enumerate(plan["weights"]) if weight["experts"]]
+    changed: dict[str, Any] = plan["weights"][stacks[0]] if field == "experts" else {}
+    if field == "top_k":
+        changed = plan["routings"][0]
+    if kind:
+        changed = next(op for op in plan["networks"]["target"]["ops"] if op["kind"] == kind)
+    changed[field] = stacks[0] if value == "experts" else value
+    monkeypatch.setattr(EngineDir, "plan", lambda self: plan)
+    with pytest.raises(ValueError, match=message):
+        load_cpu_engine(engine)
