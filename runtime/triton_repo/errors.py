@@ -32,10 +32,17 @@ def triton_error(error: Exception) -> Any:
     return kind(str(error), code)
 
 
-def send_error(sender: Any, error: Exception) -> None:
-    """Answer with an error, and nothing after it."""
+def send_error(sender: Any, error: Exception, *, in_stream: bool = False) -> None:
+    """Answer with an error, and nothing after it. ``in_stream``: other responses went before."""
     response = pb_utils.InferenceResponse(error=triton_error(error))
+    final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
     try:
-        sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        if in_stream:
+            # Apart: a model that called this one would wait for ever for the end of a stream
+            # whose last response is an error.
+            sender.send(response)
+            sender.send(flags=final)
+        else:
+            sender.send(response, flags=final)
     except Exception:
         _log.exception("an error could not be sent")
