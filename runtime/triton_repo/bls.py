@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 from trtree.runtime.session import RequestError
 from trtree.runtime.tokenizer import TextStream
 from trtree.runtime.triton_repo.answers import texts
-from trtree.runtime.triton_repo.errors import Cancelled, send_error
+from trtree.runtime.triton_repo.errors import send_error
 from trtree.runtime.triton_repo.inflight_batcher import (
     PASSED_ON,
     PREPROCESSED,
@@ -150,7 +150,7 @@ def _call(
     """Another model's responses, by output.
 
     Raises:
-        Cancelled: the request was. RequestError: the other model's own error.
+        RequestError: the other model's own error.
     """
     request = pb_utils.InferenceRequest(
         model_name=model,
@@ -159,14 +159,15 @@ def _call(
         requested_output_names=names,
     )
     responses = request.exec(decoupled=True) if decoupled else [request.exec()]
+    error = None
     for response in responses:
         if response.has_error():
             error = response.error()
-            if error.code() == pb_utils.TritonError.CANCELLED:
-                raise Cancelled(error.message())
-            raise RequestError(error.message())
+            continue  # to the end: the backend keeps a stream that is not read
         if tensors := response.output_tensors():
             yield {tensor.name(): tensor.as_numpy() for tensor in tensors}
+    if error is not None:
+        raise RequestError(error.message())
 
 
 class _Text:

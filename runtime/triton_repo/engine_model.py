@@ -18,7 +18,7 @@ import triton_python_backend_utils as pb_utils
 
 from trtree.build.engine_dir import EngineDirError
 from trtree.runtime.service import Chunk, Handle, Service, Submission
-from trtree.runtime.triton_repo.errors import Cancelled, send_error
+from trtree.runtime.triton_repo.errors import send_error
 from trtree.runtime.triton_repo.hosting import hosted
 from trtree.runtime.triton_repo.inputs import Array, InputError
 from trtree.runtime.triton_repo.metrics import Metrics
@@ -209,9 +209,6 @@ class _LiveRequest:
             finish = chunk.finish
             if finish is not None and finish.reason == "error":
                 self._fail(RuntimeError(finish.error))
-                return
-            if finish is not None and finish.reason == "cancelled":
-                self._fail(Cancelled("the request was cancelled"))
                 return
             try:
                 outputs = answer.take(index, chunk)

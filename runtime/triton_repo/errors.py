@@ -13,10 +13,6 @@ from trtree.runtime.triton_repo.inputs import InputError
 _log = logging.getLogger(__name__)
 
 
-class Cancelled(Exception):
-    """The client went away or said stop."""
-
-
 def triton_error(error: Exception) -> Any:
     """As Triton tells it to the client; what is nobody's expectation is logged too."""
     kind = pb_utils.TritonError
@@ -25,8 +21,6 @@ def triton_error(error: Exception) -> Any:
         code = kind.INVALID_ARG
     elif isinstance(error, QueueFullError | ServiceUnavailableError):
         code = kind.UNAVAILABLE
-    elif isinstance(error, Cancelled):
-        code = kind.CANCELLED
     else:
         _log.error("a request failed", exc_info=error)
     return kind(str(error), code)
