@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 from trtree.runtime.session import RequestError
 from trtree.runtime.tokenizer import TextStream
 from trtree.runtime.triton_repo.answers import texts
-from trtree.runtime.triton_repo.errors import Cancelled, send_error
+from trtree.runtime.triton_repo.errors import send_error
 from trtree.runtime.triton_repo.inflight_batcher import (
     PASSED_ON,
     PREPROCESSED,
@@ -49,7 +49,7 @@ class BlsModel:
         self._engine = parameters["tensorrt_llm_model_name"]
         self._text = EngineText(args)
         self._threads = ThreadPoolExecutor(MOST_REQUESTS, thread_name_prefix="request")
-        self._live: dict[str, Any] = {}  # Triton's requests by the ids they have below
+        self._live: dict[str, _Caller] = {}  # by the ids that requests have below
         self._lock = threading.Lock()
         self._closing = threading.Event()
         end_with_server()
@@ -67,22 +67,26 @@ class BlsModel:
 
     def _run(self, request: Any) -> None:
         sender = request.get_response_sender()
-        request_id = uuid.uuid4().hex
+        request_id, caller = uuid.uuid4().hex, _Caller(request)
+        with self._lock:
+            self._live[request_id] = caller
+        streaming = False
         try:
             arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            with self._lock:
-                self._live[request_id] = request
             last = None
             for outputs in self._generate(arrays, request_id):
                 if last is not None:
+                    streaming = True
                     sender.send(last)
                 tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items()]
                 last = pb_utils.InferenceResponse(tensors)
             if last is None:
                 raise RuntimeError(f"{self._engine} ended without an answer")
+            caller.end()
             sender.send(last, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception as error:  # one request must not end the others
-            send_error(sender, error)
+            caller.end()
+            send_error(sender, error, in_stream=streaming)
         finally:
             with self._lock:
                 self._live.pop(request_id, None)
@@ -111,8 +115,8 @@ class BlsModel:
         while not self._closing.wait(_CHECK_SECONDS):
             with self._lock:
                 live = list(self._live.items())
-            for request_id, request in live:
-                if request.is_cancelled():
+            for request_id, caller in live:
+                if caller.has_left():
                     with self._lock:
                         self._live.pop(request_id, None)
                     self._threads.submit(self._stop, request_id)
@@ -123,13 +127,30 @@ class BlsModel:
             pass
 
 
+class _Caller:
+    """Who waits for a request. After its final response, Triton must not be asked about it."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self._ended = False
+        self._lock = threading.Lock()
+
+    def has_left(self) -> bool:
+        with self._lock:
+            return not self._ended and bool(self._request.is_cancelled())
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended = True
+
+
 def _call(
     model: str, inputs: Mapping[str, Array], names: list[str], request_id: str, decoupled: bool
 ) -> Iterator[dict[str, Array]]:
     """Another model's responses, by output.
 
     Raises:
-        Cancelled: the request was. RequestError: the other model's own error.
+        RequestError: the other model's own error.
     """
     request = pb_utils.InferenceRequest(
         model_name=model,
@@ -138,14 +159,15 @@ def _call(
         requested_output_names=names,
     )
     responses = request.exec(decoupled=True) if decoupled else [request.exec()]
+    error = None
     for response in responses:
         if response.has_error():
             error = response.error()
-            if error.code() == pb_utils.TritonError.CANCELLED:
-                raise Cancelled(error.message())
-            raise RequestError(error.message())
+            continue  # to the end: the backend keeps a stream that is not read
         if tensors := response.output_tensors():
             yield {tensor.name(): tensor.as_numpy() for tensor in tensors}
+    if error is not None:
+        raise RequestError(error.message())
 
 
 class _Text:

@@ -18,7 +18,7 @@ import triton_python_backend_utils as pb_utils
 
 from trtree.build.engine_dir import EngineDirError
 from trtree.runtime.service import Chunk, Handle, Service, Submission
-from trtree.runtime.triton_repo.errors import Cancelled, send_error
+from trtree.runtime.triton_repo.errors import send_error
 from trtree.runtime.triton_repo.hosting import hosted
 from trtree.runtime.triton_repo.inputs import Array, InputError
 from trtree.runtime.triton_repo.metrics import Metrics
@@ -148,11 +148,17 @@ class EngineModel(ABC):
 class _LiveRequest:
     """A Triton request and its submissions. Every path ends in one final response."""
 
-    def __init__(self, request: Any, sender: Any, on_end: Callable[["_LiveRequest"], None]) -> None:
+    def __init__(
+        self,
+        request: Any,
+        sender: Any,
+        on_end: Callable[["_LiveRequest"], None],
+    ) -> None:
         self.request_id = str(request.request_id())
         self._request = request
         self._sender = sender
         self._on_end = on_end
+        self._streaming = False  # some response is sent
         self._handles: list[Handle] = []
         self._open = 0  # submissions that have not finished
         self._cancelled = False
@@ -183,11 +189,11 @@ class _LiveRequest:
 
     def cancel_if_left(self) -> None:
         """Cancel if the client has gone or has cancelled."""
+        # Under the lock: after its final response, Triton must not be asked about a request.
         with self._lock:
-            if self._ended or self._cancelled:
+            if self._ended or self._cancelled or not self._request.is_cancelled():
                 return
-        if self._request.is_cancelled():
-            self.cancel()
+        self.cancel()
 
     def cancel(self) -> None:
         with self._lock:
@@ -204,9 +210,6 @@ class _LiveRequest:
             if finish is not None and finish.reason == "error":
                 self._fail(RuntimeError(finish.error))
                 return
-            if finish is not None and finish.reason == "cancelled":
-                self._fail(Cancelled("the request was cancelled"))
-                return
             try:
                 outputs = answer.take(index, chunk)
                 self._open -= finish is not None
@@ -219,6 +222,7 @@ class _LiveRequest:
         tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items()]
         response = pb_utils.InferenceResponse(tensors)
         if not final:
+            self._streaming = True
             self._sender.send(response)
             return
         self._end()
@@ -232,7 +236,7 @@ class _LiveRequest:
             handles = list(self._handles)
         for handle in handles:
             handle.cancel()
-        send_error(self._sender, error)
+        send_error(self._sender, error, in_stream=self._streaming)
 
     def _end(self) -> None:
         self._ended = True

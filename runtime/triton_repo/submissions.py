@@ -70,9 +70,7 @@ def submissions(
         if given is not None:
             values[name] = given
     seed = inputs.value(names["seed"])
-    greedy = values["temperature"] == 0
-    if greedy:  # these change nothing
-        values = {n: v for n, v in values.items() if n not in ("top_k", "top_p", "min_p")}
+    greedy = values["temperature"] == 0  # then a seed changes nothing
     speculative = speculation(service, inputs, defaults or {})
     return [
         Submission(
