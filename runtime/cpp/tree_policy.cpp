@@ -18,6 +18,8 @@ constexpr double kProfileMemory = 32.0;
 // depth above it.
 constexpr double kPrior = 1.0;
 constexpr double kMaxCorrection = 4.0;
+// Nodes of a chain that are accepted at the very best.
+constexpr size_t kLongestDraft = 15;
 
 std::vector<double> falling(const std::vector<double>& worths) {
   return non_increasing_fit(worths, std::vector<double>(worths.size(), 1.0));
@@ -59,11 +61,12 @@ AdaptiveBudget::AdaptiveBudget(CostModel costs) : costs_(std::move(costs)) {
 }
 
 bool AdaptiveBudget::should_draft(const RoundLoad& load) {
-  if (load.max_nodes <= 0) return false;
+  const size_t requests = std::max(1, load.requests);
+  if (best(load, std::vector<double>(kLongestDraft * requests, 1.0)).gain <= 0.0) return false;
   if (trees_seen_ < kProfileMemory) return true;
   std::vector<double> worths;
   for (const double worth : falling(profile_)) {
-    worths.insert(worths.end(), std::max(1, load.requests), worth);
+    worths.insert(worths.end(), requests, worth);
   }
   if (best(load, worths).gain > 0.0 || ++rounds_without_ >= kProbeInterval) {
     rounds_without_ = 0;

@@ -59,7 +59,8 @@ class AdaptiveBudget {
 
   // Whether a drafter pass is expected to pay for itself, from the worths of recent trees. Also
   // true for the first trees, from which corrections are learnt, and once in kProbeInterval
-  // calls, so that no verdict is for ever; never where no row is left for a node.
+  // calls, so that no verdict is for ever. Never where even a chain of which all is accepted
+  // would not pay, or no row is left for a node.
   bool should_draft(const RoundLoad& load);
 
   // How many of its nodes each tree keeps. load.requests may exceed the trees: the rest

@@ -198,15 +198,19 @@ def test_acceptance_corrects_the_surrogate() -> None:
 
 
 def test_drafting_stops_where_it_cannot_pay_and_is_tried_again() -> None:
-    by_rows = CostModel([(1, 1.0), (2, 2.0)], [(1, 0.5)])  # every row costs its time
-    budget = AdaptiveBudget(by_rows)
     load = RoundLoad(1)
+    by_rows = AdaptiveBudget(CostModel([(1, 1.0), (2, 2.0)], [(1, 0.5)]))  # whatever is accepted
+    assert not any(by_rows.should_draft(load) for _ in range(200))
+
+    budget = AdaptiveBudget(CostModel([(1, 1.0), (2, 1.6)], [(1, 0.5)]))
+    tenths = np.log(np.full((3, 1), 0.1, np.float32))
+    unlikely = build_tree_from_top_k(tenths, np.zeros((3, 1), np.int32), 3)
     likely = build_tree_from_top_k(np.zeros((3, 1), np.float32), np.zeros((3, 1), np.int32), 3)
     assert budget.should_draft(load)  # nothing is known yet
     assert not budget.should_draft(RoundLoad(1, max_nodes=0))
-    budget.choose(load, [likely._tree] * 31)
+    budget.choose(load, [unlikely._tree] * 31)
     assert budget.should_draft(load)  # little is
-    budget.choose(load, [likely._tree])
+    budget.choose(load, [unlikely._tree])
     interval = AdaptiveBudget.PROBE_INTERVAL
     asked = [budget.should_draft(load) for _ in range(3 * interval)]
     assert [i for i, yes in enumerate(asked) if yes] == [interval * n - 1 for n in (1, 2, 3)]
