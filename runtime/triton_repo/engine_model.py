@@ -23,7 +23,7 @@ from trtree.runtime.triton_repo.hosting import hosted
 from trtree.runtime.triton_repo.inputs import Array, InputError
 from trtree.runtime.triton_repo.metrics import Metrics
 from trtree.runtime.triton_repo.orphans import end_with_server
-from trtree.runtime.triton_repo.settings import EngineSettings, SettingsError, parameters_of
+from trtree.runtime.triton_repo.settings import EngineSettings, SettingsError, flag, parameters_of
 
 # Prompts are tokenized beside Triton's thread, a few at a time.
 PREPARING_THREADS = 4
@@ -63,7 +63,7 @@ class EngineModel(ABC):
         self._resources = ExitStack()
         try:
             self.settings = EngineSettings.from_parameters(parameters)
-            self.configure(parameters)
+            self.exclude_input = flag(parameters, "exclude_input_in_output")
             folder = Path(args["model_repository"]) / self.settings.engine_dir
             engine = hosted(folder.resolve(), self.settings)
             self.service = Service(*self._resources.enter_context(engine))
@@ -75,9 +75,6 @@ class EngineModel(ABC):
         self._metrics = Metrics(self.service, args["model_name"], args["model_version"])
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watcher.start()
-
-    def configure(self, parameters: Mapping[str, str]) -> None:
-        """Read the parameters that are the model's own. Raises SettingsError."""
 
     @abstractmethod
     def answer(self, arrays: Mapping[str, Array]) -> Answer:
