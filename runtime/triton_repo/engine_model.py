@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,7 +131,7 @@ class EngineModel(ABC):
     def _watch(self) -> None:
         """Cancel what nobody waits for any more, and keep the metrics fresh."""
         period = self.settings.cancellation_check_period_ms / 1000
-        since = _METRICS_SECONDS
+        since = 0.0
         while not self._closing.wait(period):
             with self._lock:
                 live = list(self._requests.values())
@@ -173,9 +174,7 @@ class _LiveRequest:
                 with self._lock:
                     if self._ended:
                         return
-                handle = service.submit(
-                    submission, lambda chunk, i=index: self._on_chunk(answer, i, chunk)
-                )
+                handle = service.submit(submission, partial(self._on_chunk, answer, index))
                 with self._lock:
                     self._handles.append(handle)
                     left = self._cancelled or self._ended
