@@ -1,5 +1,6 @@
 # make demo   install into .venv, build the demo engine, generate text with figures
 # make test   lint and all tests           make test-full   the long sweeps too
+# make triton-demo   the demo engine in tritonserver, and docs/triton.md's examples against it
 # make build  recompile after a change to C++   make lint   ruff, mypy, clang-format
 # make sanitize   the C++ under address and undefined-behaviour sanitizers
 PYTHON ?= python3
@@ -11,7 +12,7 @@ CPP := $(shell find plugins runtime -name '*.cpp' -o -name '*.hpp')
 WERROR ?= OFF
 INSTALL := $(PIP) install --quiet --no-build-isolation -C cmake.define.TRTREE_WERROR=$(WERROR)
 
-.PHONY: demo test test-full build lint format sanitize clean
+.PHONY: demo triton-demo triton-env test test-full build lint format sanitize clean
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
@@ -37,10 +38,43 @@ demo: build
 	$(BIN)/python -m trtree.runtime.generate --engine engines/demo --mode tree --prompt "$$(head -n 1 configs/demo/prompts.txt)"
 	$(BIN)/python -m trtree.runtime.generate --engine engines/demo --compare configs/demo/prompts.txt --baseline engines/demo-reference
 
-test: $(VENV)/.oracles lint
+# A tritonserver for machines without a GPU or a container, in an environment of its own: its
+# python backend wants numpy below 2. 120 MB to download, once.
+TRITON := .build/triton
+PACKAGE := $(shell find build plugins runtime -name '*.py')
+
+$(TRITON)/.server:
+	$(PYTHON) -m venv $(TRITON)
+	$(TRITON)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	  nvidia-pytriton==0.7.0 'numpy<2' 'tokenizers>=0.21' 'mpi4py>=4' 'mpich>=5'
+	set -e; version=$$($(TRITON)/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	  ln -sfn ../../python_backend_stubs/$$version/triton_python_backend_stub \
+	  $(TRITON)/lib/python$$version/site-packages/pytriton/tritonserver/backends/python/
+	touch $@
+
+# This package as users install it there: the wheel, without torch.
+$(TRITON)/.trtree: $(TRITON)/.server $(VENV)/.installed $(PACKAGE)
+	rm -rf .build/wheel
+	$(PIP) wheel --quiet --no-build-isolation --no-deps -C cmake.define.TRTREE_WERROR=$(WERROR) \
+	  --wheel-dir .build/wheel .
+	$(TRITON)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	  --force-reinstall .build/wheel/*.whl
+	touch $@
+
+$(VENV)/.triton: $(VENV)/.installed
+	$(INSTALL) -e '.[triton]'
+	touch $@
+
+triton-env: $(TRITON)/.trtree
+
+triton-demo: $(VENV)/.triton triton-env
+	$(BIN)/python build_engine.py --tree-budget 16 --force
+	$(BIN)/python tests/support/triton_examples.py $(TRITON) engines/demo/triton
+
+test: $(VENV)/.oracles triton-env lint
 	$(BIN)/python -m pytest -m 'not full'
 
-test-full: $(VENV)/.oracles lint
+test-full: $(VENV)/.oracles triton-env lint
 	$(BIN)/python -m pytest
 
 # mypy cannot follow an editable install, so it sees the package through links.

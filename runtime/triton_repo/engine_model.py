@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from trtree.runtime.triton_repo.hosting import hosted
 from trtree.runtime.triton_repo.inputs import Array, InputError
 from trtree.runtime.triton_repo.metrics import Metrics
 from trtree.runtime.triton_repo.orphans import end_with_server
-from trtree.runtime.triton_repo.settings import EngineSettings, SettingsError, parameters_of
+from trtree.runtime.triton_repo.settings import EngineSettings, SettingsError, flag, parameters_of
 
 # Prompts are tokenized beside Triton's thread, a few at a time.
 PREPARING_THREADS = 4
@@ -63,7 +64,7 @@ class EngineModel(ABC):
         self._resources = ExitStack()
         try:
             self.settings = EngineSettings.from_parameters(parameters)
-            self.configure(parameters)
+            self.exclude_input = flag(parameters, "exclude_input_in_output")
             folder = Path(args["model_repository"]) / self.settings.engine_dir
             engine = hosted(folder.resolve(), self.settings)
             self.service = Service(*self._resources.enter_context(engine))
@@ -75,9 +76,6 @@ class EngineModel(ABC):
         self._metrics = Metrics(self.service, args["model_name"], args["model_version"])
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watcher.start()
-
-    def configure(self, parameters: Mapping[str, str]) -> None:
-        """Read the parameters that are the model's own. Raises SettingsError."""
 
     @abstractmethod
     def answer(self, arrays: Mapping[str, Array]) -> Answer:
@@ -133,7 +131,7 @@ class EngineModel(ABC):
     def _watch(self) -> None:
         """Cancel what nobody waits for any more, and keep the metrics fresh."""
         period = self.settings.cancellation_check_period_ms / 1000
-        since = _METRICS_SECONDS
+        since = 0.0
         while not self._closing.wait(period):
             with self._lock:
                 live = list(self._requests.values())
@@ -176,9 +174,7 @@ class _LiveRequest:
                 with self._lock:
                     if self._ended:
                         return
-                handle = service.submit(
-                    submission, lambda chunk, i=index: self._on_chunk(answer, i, chunk)
-                )
+                handle = service.submit(submission, partial(self._on_chunk, answer, index))
                 with self._lock:
                     self._handles.append(handle)
                     left = self._cancelled or self._ended

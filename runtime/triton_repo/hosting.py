@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -58,7 +58,7 @@ def hosted(
 @contextmanager
 def _started_job(
     engine_dir: EngineDir, ranks: int, settings: EngineSettings
-) -> Iterator[Sequence[ExecutorLike]]:
+) -> Iterator[list[ExecutorLike]]:
     """A job of its own, which ends with the block, or with this process."""
     launcher = shutil.which(settings.mpirun)
     if launcher is None:

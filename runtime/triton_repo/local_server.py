@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 START_SECONDS = 120
+# Of each model's process. Triton begins with 1 MiB and grows it while it is in use, which has
+# been seen to end the whole server (boost::interprocess::lock_exception).
+_SHARED_BYTES = 16 << 20
 _EXIT_SECONDS = 10  # for requests and connections that are open
 
 
@@ -89,6 +92,7 @@ class LocalServer:
             *("--grpc-address=127.0.0.1", f"--grpc-port={self.grpc_port}"),
             *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
             "--allow-gpu-metrics=false",
+            f"--backend-config=python,shm-default-byte-size={_SHARED_BYTES}",
             f"--exit-timeout-secs={_EXIT_SECONDS}",
             *control,
             *(f"--load-model={name}" for name in models or ()),

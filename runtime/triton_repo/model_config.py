@@ -146,7 +146,8 @@ def _check_names(config: ModelConfig) -> None:
     for step in config.steps:
         if unknown := set(step.inputs.values()) - known:
             raise ModelConfigError(
-                f"{config.name}: step {step.model_name} takes {sorted(unknown)}, which nothing gives"
+                f"{config.name}: step {step.model_name} takes {sorted(unknown)}, "
+                "which nothing gives"
             )
         known |= set(step.outputs.values())
     if missing := {tensor.name for tensor in config.outputs} - known:

@@ -189,7 +189,8 @@ class _Lane:
             if method == "enqueue_request":
                 return None, self._enqueue(*arguments)
             if method == "end_requests":
-                return None, self._end_requests()
+                self._end_requests()
+                return None, None
             return None, getattr(self._executor, method)(*arguments)
         except (ValueError, RuntimeError) as error:
             name = type(error).__name__

@@ -71,18 +71,19 @@ def submissions(
             values[name] = given
     seed = inputs.value(names["seed"])
     greedy = values["temperature"] == 0  # then a seed changes nothing
+    top_k = int(values.pop("top_k", 0))
     speculative = speculation(service, inputs, defaults or {})
+
+    def sampling(seed: int) -> SamplingConfig:
+        return SamplingConfig(**values, top_k=top_k, logit_bias=list(logit_bias), seed=seed)
+
     return [
         Submission(
             Request(
                 prompt,
                 max_tokens,
                 stop_token_ids,
-                SamplingConfig(
-                    **values | {"top_k": int(values.get("top_k", 0))},
-                    logit_bias=list(logit_bias),
-                    seed=0 if greedy else choice_seed,
-                ),
+                sampling(0 if greedy else choice_seed),
                 speculative,
                 OutputConfig(0 if log_probs else -1),
             ),

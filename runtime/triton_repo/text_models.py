@@ -1,6 +1,5 @@
 """``preprocessing`` and ``postprocessing``: text to token ids and back, with no state."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT
-from triton import TritonServer
+from tritonserver import TritonServer
 from trtree.runtime.executor import Request
 from trtree.runtime.session import Session
 from trtree.runtime.triton_repo.repository import write_repository

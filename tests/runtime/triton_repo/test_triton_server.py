@@ -1,5 +1,6 @@
 """A real tritonserver: the text is what the engine generates without one."""
 
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from triton import GrpcStream, TritonServer, text_of, within
+from triton_examples import examples
+from tritonserver import GrpcStream, TritonServer, text_of, within
 from trtree.runtime.session import Session
 
 Expected = Callable[..., str]
@@ -244,3 +246,18 @@ def _plain(session: Session, prompt: list[int], max_tokens: int) -> Any:
     from trtree.runtime.executor import Request
 
     return Request(prompt, max_tokens, speculative=session.speculative_config("plain"))
+
+
+def test_the_documents_examples(server: TritonServer) -> None:
+    outputs = []
+    for block, command in examples(server):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
+        assert '"error"' not in done.stdout
+        outputs.append(done.stdout)
+    assert len(outputs) == 5
+    continued = " and binary forms, with or without"
+    for output in (outputs[0], outputs[4]):
+        assert continued in output
+    assert "trtree_accepted_tokens_total" in outputs[3]
+    assert "of the draft nodes were accepted" in outputs[4]

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from triton import TritonServer, within
+from tritonserver import TritonServer, within
 from trtree.runtime.triton_repo.repository import write_repository
 from trtree.runtime.triton_repo.settings import EngineSettings
 
