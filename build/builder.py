@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -207,8 +207,8 @@ def resume_key(description: EngineDescription) -> str:
         for directory in (options.checkpoint, options.drafter)
         for file in sorted(directory.glob("*") if directory else ())
     ]
-    networks = {name: network.to_dict() for name, network in description.networks.items()}
-    facts = [repr(options), manifest_of(description)["builder"], files, networks]
+    weights = [repr(weight) for weight in description.weights.stored.values()]
+    facts = [repr(options), _builder_versions(), files, weights]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]
 
 
@@ -323,7 +323,7 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
     """The manifest but for what only the finished files tell."""
     options = description.options
     return {
-        "builder": _versions(["trtree", "torch", "safetensors", "numpy"]),
+        "builder": _builder_versions(),
         "backend": options.backend,
         "sm": None,
         "pretrained_config": dict(description.source.config("target")),
@@ -361,5 +361,6 @@ def _speculative_config(description: EngineDescription) -> dict[str, Any] | None
     }
 
 
-def _versions(packages: Iterable[str]) -> dict[str, str]:
+def _builder_versions() -> dict[str, str]:
+    packages = ("trtree", "torch", "safetensors", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
