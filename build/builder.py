@@ -102,7 +102,7 @@ def describe(options: BuildOptions) -> EngineDescription:
         speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
     for owner in description.owners():
-        _check_coverage(description, owner, source.checkpoint(owner))
+        check_coverage(description, owner, source.checkpoint(owner))
         _check_biases(description, owner)
     vocab_size = description.target.vocab_size
     text_files.check_tokenizer(options.checkpoint, vocab_size)
@@ -277,8 +277,12 @@ def _max_seq_len(options: BuildOptions, model_limit: int) -> int:
     return min(options.max_seq_len or model_limit, options.num_pages * options.page_size)
 
 
-def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Checkpoint) -> None:
-    """Every tensor of the checkpoint is part of a network, or known not to be."""
+def check_coverage(description: EngineDescription, owner: Owner, checkpoint: Checkpoint) -> None:
+    """Every tensor of the checkpoint is part of a network, or known not to be.
+
+    Raises:
+        CheckpointError: naming those that are neither.
+    """
     modules = {
         module
         for weight in description.weights.stored.values()
