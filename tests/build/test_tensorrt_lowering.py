@@ -99,6 +99,8 @@ class Pairs:
             options = read_options(ROOT / "configs" / "demo.yaml")
             if case == "demo-sliding":
                 options = options.with_changes({"drafter": self._sliding_drafter()})
+            if case == "demo-quantized":
+                options = options.with_changes({"quantize_drafter": "nvfp4"})
             activations = "nvfp4" if case == "demo-nvfp4" else "bf16"
             return describe(
                 options, activations=activations, max_seq_len=40, max_tree_budget=16, top_k=5
@@ -234,7 +236,7 @@ def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "tree"])
-@pytest.mark.parametrize("case", ["demo-bf16", "demo-sliding"])
+@pytest.mark.parametrize("case", ["demo-bf16", "demo-sliding", "demo-quantized"])
 def test_every_op_of_the_drafter(pairs: Pairs, case: str, kind: str) -> None:
     pair = pairs(case)
     context = pair["drafter_context"]
