@@ -30,6 +30,7 @@ from trtree.runtime.engines import load_engine
 from trtree.runtime.generate import read_prompts
 from trtree.runtime.session import RequestError
 from trtree.runtime.tokenizer import Tokenizer
+from trtree.runtime.triton_repo.repository import IN_ENGINE, write_into_engine
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
@@ -54,7 +55,13 @@ def _run(args: argparse.Namespace) -> int:
     total = sum(description.weight_bytes(owner) for owner in description.owners()) * options.tp
     calibrating = _calibration(description) if options.tree == "static" else None
     with byte_progress("weights", total) as advance:
-        path = builder.write(description, force=args.force, calibrate=calibrating, progress=advance)
+        path = builder.write(
+            description,
+            force=args.force,
+            calibrate=calibrating,
+            add_files=write_into_engine,
+            progress=advance,
+        )
     Console().print(_summary(description, path, time.perf_counter() - started))
     return 0
 
@@ -80,6 +87,11 @@ def _calibration(description: builder.EngineDescription) -> Any:
     options = description.options
     if description.drafter is None:
         raise OptionError("tree static needs a drafter; pass --drafter")
+    if options.tp > 1:
+        raise OptionError(
+            f"tree static: calibration decodes on one rank, and tp is {options.tp}; use tree "
+            "dynamic, or build with --tp 1"
+        )
     if options.calibration_prompts is None:
         raise OptionError("tree static needs --calibration-prompts: text to decode, one a line")
     texts = read_prompts(options.calibration_prompts)
@@ -154,6 +166,7 @@ def _summary(description: builder.EngineDescription, path: Path, seconds: float)
     table.add_row("backend", options.backend)
     for row in engine_rows(EngineDir.open(path, verify=False).manifest):
         table.add_row(*row)
+    table.add_row("for Triton", f"tritonserver --model-repository={_short(path / IN_ENGINE)}")
     table.add_row("built in", f"{seconds:.1f} s")
     return table
 
@@ -207,12 +220,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SM[,SM...]",
         help="GPUs of a TensorRT engine: 120 (RTX PRO 6000 Blackwell), 89, ... (default: 120)",
     )
-    add("--tp", type=int, metavar="N", help="ranks of a TensorRT engine (default: 1)")
+    add("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
     add(
         "--attention",
         choices=("native", "plugin"),
-        help="a TensorRT engine's attention: TensorRT's own layers, or this project's kernels "
-        "(not wired in yet, refused by name; default: native)",
+        help="a TensorRT engine's attention: TensorRT's own layers over contiguous KV, or this "
+        "project's kernels over KV pages (plugin: backend tensorrt only, one SM; not yet run on a "
+        "GPU; default: native)",
     )
     add(
         "--tree-budget",

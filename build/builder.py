@@ -13,6 +13,7 @@ from typing import Any
 from trtree.build import models, text_files
 from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config, speculators
 from trtree.build.checkpoint.dflash_config import DrafterConfig
+from trtree.build.checkpoint.patterns import matcher, prediction_layers
 from trtree.build.engine_dir import (
     GENERATION_CONFIG,
     TOKENIZER,
@@ -21,7 +22,9 @@ from trtree.build.engine_dir import (
     writing,
 )
 from trtree.build.lowering import LOWERINGS
+from trtree.build.lowering.shard import RankNetworks, Shard, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
+from trtree.build.lowering.tensorrt.paged import PagedSizes
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
@@ -33,6 +36,8 @@ from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, Sou
 
 log = logging.getLogger(__name__)
 
+# A drafter's layers are Qwen3's.
+_DRAFTER_BIASED = models.FAMILIES["Qwen3ForCausalLM"].biased
 # What a checkpoint may bring beside weights that generation needs.
 _TOKENIZER_FILES = (text_files.TOKENIZER_FILE, text_files.TOKENIZER_CONFIG, "chat_template.jinja")
 
@@ -73,11 +78,27 @@ class EngineDescription:
         """Weights of an owner's networks on one rank."""
         if self.options.on_tensorrt:
             return tensorrt.rank_bytes(self.options, self.networks, owner)
-        return LOWERINGS[self.options.backend].stored_bytes(self.weights, owner)
+        return LOWERINGS[self.options.backend].stored_bytes(self.rank(0).weights, owner)
+
+    def rank(self, rank: int) -> RankNetworks:
+        """What one rank runs and stores; not of a TensorRT engine."""
+        return shard_networks(self.networks, self.weights, Shard(rank, self.options.tp))
 
     @property
-    def engine_sizes(self) -> tensorrt.EngineSizes:
+    def engine_sizes(self) -> tensorrt.Sizes:
         """What TensorRT engines of this description are built for."""
+        if self.options.paged_kv:
+            return PagedSizes(
+                sm=self.options.sm[0],
+                page_size=self.options.page_size,
+                num_pages=self.options.num_pages,
+                max_requests=self.options.max_batch_size,
+                max_rows=self.options.max_num_rows,
+                max_seq_len=self.max_seq_len,
+                verify_width=self.options.verify_width if self.drafter else 1,
+                max_verify_width=1 + self.options.largest_budget if self.drafter else 1,
+                block_size=self.block_size,
+            )
         return tensorrt.EngineSizes(
             max_batch_size=self.options.max_batch_size,
             max_chunk=self.options.max_num_rows,
@@ -156,7 +177,7 @@ def describe_source(
         networks |= {"drafter_context": context.network, "drafter_block": block.network}
     if options.on_tensorrt:
         tensorrt.check(options, networks)
-    return EngineDescription(
+    description = EngineDescription(
         options=options,
         source=source,
         target=target,
@@ -167,6 +188,10 @@ def describe_source(
         top_k=top_k,
         max_seq_len=_max_seq_len(options, target.max_position_embeddings),
     )
+    if not options.on_tensorrt:
+        for rank in range(options.tp):
+            description.rank(rank)  # refuses what does not divide
+    return description
 
 
 def write(
@@ -174,12 +199,14 @@ def write(
     *,
     force: bool = False,
     calibrate: Callable[[Path], dict[str, Any]] | None = None,
+    add_files: Callable[[Path, dict[str, Any], dict[str, Any] | None], None] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """Write the engine directory and return its path.
 
     Args:
         calibrate: makes the static tree's tables from the otherwise finished directory.
+        add_files: told the directory, the manifest and the tables, adds files of its own.
         progress: told the weight bytes written since it was last called.
     """
     options, source = description.options, description.source
@@ -192,10 +219,14 @@ def write(
         manifest = manifest_of(description) | _write_weights(out, description, source, progress)
         out.networks(description.networks)
         _write_text_files(out, description)
-        out.finish(manifest)
+        tables = None
         if calibrate:
-            out.json(TREE_TABLES, calibrate(out.path))
             out.finish(manifest)
+            tables = calibrate(out.path)
+            out.json(TREE_TABLES, tables)
+        if add_files:
+            add_files(out.path, manifest, tables)
+        out.finish(manifest)
     return options.output
 
 
@@ -230,13 +261,12 @@ def _write_weights(
             progress,
         )
         return {"sm": list(options.sm), "tensorrt": built}
-    LOWERINGS[options.backend].write_files(
-        out,
-        description.networks,
-        description.weights,
-        {owner: source.checkpoint(owner) for owner in description.owners()},
-        progress,
-    )
+    checkpoints = {owner: source.checkpoint(owner) for owner in description.owners()}
+    for index in range(options.tp):
+        rank = description.rank(index)
+        LOWERINGS[options.backend].write_files(
+            out, rank.networks, rank.weights, rank.readers(checkpoints), progress, rank.shard
+        )
     return {}
 
 
@@ -265,7 +295,7 @@ def _max_seq_len(options: BuildOptions, model_limit: int) -> int:
             f"max_seq_len {options.max_seq_len} is above the model's "
             f"max_position_embeddings {model_limit}"
         )
-    if options.on_tensorrt:
+    if not options.paged_kv:
         # Every request owns its part of the cache.
         share = options.kv_tokens // options.max_batch_size
         if options.max_seq_len is None and share < 2:
@@ -289,22 +319,30 @@ def check_coverage(description: EngineDescription, owner: Owner, checkpoint: Che
         if weight.owner == owner
         for module in weight.modules
     }
+    left_out = prediction_layers(checkpoint.config)
+    for pattern in left_out:
+        expression = matcher([pattern])
+        if count := sum(expression.fullmatch(name) is not None for name in checkpoint.names()):
+            log.info("%s: %d tensors of a prediction layer are left out", pattern, count)
     # A tied head that a checkpoint stores all the same is the embedding again.
     if owner == "drafter":
         ignored = speculators.ignored_tensors(checkpoint)
     else:
         ignored = ["lm_head.weight"] if description.target.tie_word_embeddings else []
-    checkpoint.check_coverage(modules, ignored)
+    checkpoint.check_coverage(modules, [*left_out, *ignored])
 
 
 def _check_biases(description: EngineDescription, owner: Owner) -> None:
-    """``attention_bias`` says whether q, k, v and o have biases; no other linear has one."""
-    stated = bool(description.source.config(owner).get("attention_bias"))
+    """``attention_bias`` says whether attention's linears have biases (which of them, the
+    family says); no other linear has one."""
+    config = description.source.config(owner)
+    stated = bool(config.get("attention_bias"))
+    biased = models.family_of(config).biased if owner == "target" else _DRAFTER_BIASED
     for weight in description.weights.stored.values():
         if weight.owner != owner or len(weight.shape) == 1:
             continue
         for module in weight.modules:
-            expected = stated and ".self_attn." in module
+            expected = stated and ".self_attn." in module and module.endswith(biased)
             if weight.has_bias != expected:
                 found = "is there" if weight.has_bias else "is missing"
                 raise CheckpointError(

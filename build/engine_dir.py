@@ -10,6 +10,8 @@ the machine it was measured on.
 import hashlib
 import json
 import logging
+import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trtree.build.network.network import Network
-from trtree.build.resumable import ResumableFile, staging_directory
+from trtree.build.resumable import ResumableFile, remove_journals, staging_directory
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +57,15 @@ _KEYS: dict[str, dict[str, type]] = {
 }
 _NO_DRAFTER = "speculative_config"  # the section that may be null
 _FROM_ZERO = ("mask_token_id", "tree_budget")  # other counts are at least 1
+_RANK_FILE = re.compile(r"\.rank(\d+)\.")  # weights, plans and engines of one rank
 _ENTRY = {"bytes": int, "sha256": str}  # of a file
-_TENSORRT = {"library": str, "version": str, "cache_length": int, "engines": dict}
+_TENSORRT = {
+    "library": str,
+    "version": str,
+    "attention": str,
+    "cache_length": int,
+    "engines": dict,
+}
 
 
 class EngineDirError(ValueError):
@@ -66,6 +75,11 @@ class EngineDirError(ValueError):
 def weights_file(owner: str, rank: int, suffix: str) -> str:
     """The name of a rank's weights: ``target.rank0.safetensors``."""
     return f"{owner}.rank{rank}.{suffix}"
+
+
+def plan_file(rank: int, ranks: int) -> str:
+    """The name of a rank's plan: ``plan.json`` where there is but one."""
+    return PLAN if ranks == 1 else f"plan.rank{rank}.json"
 
 
 class EngineDir:
@@ -101,23 +115,38 @@ class EngineDir:
         if faults := list(_manifest_faults(manifest)):
             raise EngineDirError(f"{manifest_path}: {'; '.join(faults)}. Rebuild the engine")
         for name, entry in manifest["files"].items():
-            _check_file(path / name, entry, verify)
-        return cls(path, manifest)
+            _check_file(path / name, entry)
+        engine = cls(path, manifest)
+        if verify:
+            engine.verify()
+        return engine
+
+    def verify(self, rank: int | None = None) -> None:
+        """Check every file's hash; with a rank, but for the files of other ranks.
+
+        Raises:
+            EngineDirError: a file's hash is not the manifest's.
+        """
+        for name, entry in self.manifest["files"].items():
+            owner = _RANK_FILE.search(name)
+            if rank is None or owner is None or int(owner[1]) == rank:
+                _check_hash(self.path / name, entry)
 
     def networks(self) -> dict[str, Network]:
         """The stored networks by name."""
         data = json.loads((self.path / NETWORKS).read_text())
         return {name: Network.from_dict(network) for name, network in data.items()}
 
-    def plan(self) -> dict[str, Any]:
-        """The CPU engine's plan.
+    def plan(self, rank: int = 0) -> dict[str, Any]:
+        """A rank's plan of the CPU engine.
 
         Raises:
             EngineDirError: there is none.
         """
-        plan = self._json(PLAN)
+        name = plan_file(rank, self.manifest["mapping"]["tp_size"])
+        plan = self._json(name)
         if plan is None:
-            raise EngineDirError(f"{self.path / PLAN}: missing; rebuild the engine")
+            raise EngineDirError(f"{self.path / name}: missing; rebuild the engine")
         return plan
 
     def tree_tables(self) -> dict[str, Any] | None:
@@ -127,6 +156,42 @@ class EngineDir:
     def generation_config(self) -> dict[str, Any]:
         """Default stop ids and sampling defaults."""
         return self._json(GENERATION_CONFIG) or {}
+
+    def calibration(self) -> dict[str, Any]:
+        """What was measured of this engine, by whatever machine; empty before that.
+
+        Raises:
+            EngineDirError: the file is no JSON object.
+        """
+        file = self.path / CALIBRATION
+        try:
+            data = json.loads(file.read_text()) if file.is_file() else {}
+        except (ValueError, RecursionError):
+            data = None
+        if not isinstance(data, dict):
+            raise EngineDirError(f"{file}: not a calibration; delete it and calibrate again")
+        return data
+
+    def write_calibration(self, data: Mapping[str, Any]) -> Path:
+        """Replace the calibration, whole or not at all; returns its file.
+
+        Raises:
+            EngineDirError: it cannot be written.
+        """
+        file = self.path / CALIBRATION
+        staging = file.with_name(f".{CALIBRATION}.{os.getpid()}")
+        try:
+            staging.write_text(json.dumps(data, indent=1) + "\n")
+            staging.replace(file)
+        except OSError as error:
+            raise EngineDirError(f"{file}: cannot write: {error.strerror or error}") from None
+        finally:
+            staging.unlink(missing_ok=True)
+        return file
+
+    def fingerprint(self) -> str:
+        """Of the engine, its calibration aside: the manifest's hash, which has all others in it."""
+        return sha256(self.path / MANIFEST)
 
     @property
     def tokenizer_path(self) -> Path:
@@ -164,6 +229,7 @@ class EngineDirWriter:
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
         """Hash everything and write the manifest."""
+        remove_journals(self.path)
         files = {}
         for file in sorted(self.path.rglob("*")):
             if file.is_file() and file.name not in (CALIBRATION, MANIFEST):
@@ -292,7 +358,7 @@ def _faults(section: str, found: Any, expected: Mapping[str, type]) -> Iterator[
                 yield f"{name} must be from {least} to {2**31 - 1}, not {found[key]}"
 
 
-def _check_file(file: Path, entry: Mapping[str, Any], verify: bool) -> None:
+def _check_file(file: Path, entry: Mapping[str, Any]) -> None:
     if not file.is_file():
         raise EngineDirError(f"{file}: missing; the manifest lists it. Rebuild the engine")
     size = file.stat().st_size
@@ -300,7 +366,10 @@ def _check_file(file: Path, entry: Mapping[str, Any], verify: bool) -> None:
         raise EngineDirError(
             f"{file}: {size} bytes, the manifest says {entry['bytes']}; rebuild the engine"
         )
-    if verify and (found := sha256(file)) != entry["sha256"]:
+
+
+def _check_hash(file: Path, entry: Mapping[str, Any]) -> None:
+    if (found := sha256(file)) != entry["sha256"]:
         raise EngineDirError(
             f"{file}: SHA-256 {found[:16]}..., the manifest says {entry['sha256'][:16]}...; "
             "rebuild the engine"

@@ -29,7 +29,7 @@ class BuildOptions:
     output: Path = Path("engines/demo")
     backend: str = "cpu"
     sm: tuple[int, ...] = (120,)  # GPUs of a TensorRT engine, as compute capability times 10
-    tp: int = 1  # ranks of a TensorRT engine
+    tp: int = 1  # tensor-parallel ranks
     attention: Literal["native", "plugin"] = "native"  # of a TensorRT engine
     tree: Literal["dynamic", "static"] = "dynamic"
     tree_budget: int = 16
@@ -80,8 +80,8 @@ class BuildOptions:
             raise OptionError(
                 f"attention plugin: backend {self.backend} has its own kernel; leave it out"
             )
-        if self.tp > 1 and not self.on_tensorrt:
-            raise OptionError(f"tp {self.tp}: backend {self.backend} runs on one rank")
+        if self.tp > 1 and self.backend == "reference":
+            raise OptionError(f"tp {self.tp}: backend reference runs on one rank")
         if self.max_tree_budget is not None and self.max_tree_budget < self.tree_budget:
             raise OptionError(
                 f"max_tree_budget {self.max_tree_budget} is below tree_budget {self.tree_budget}"
@@ -102,6 +102,11 @@ class BuildOptions:
     @property
     def on_tensorrt(self) -> bool:
         return self.backend in TENSORRT_BACKENDS
+
+    @property
+    def paged_kv(self) -> bool:
+        """Whether requests share a pool of pages, or own a part of the cache each."""
+        return not self.on_tensorrt or self.attention == "plugin"
 
     @property
     def verify_width(self) -> int:

@@ -12,8 +12,9 @@ from trtree.build.text_files import size_text
 
 
 def kv_bytes_per_token(description: EngineDescription) -> int:
-    """KV of all layers, target and drafter, in bytes per token."""
-    states = {s.name: s for n in description.networks.values() for s in n.states.values()}
+    """KV of all layers, target and drafter, on one rank, in bytes per token."""
+    networks = description.rank(0).networks
+    states = {s.name: s for n in networks.values() for s in n.states.values()}
     return sum(_state_bytes(state) for state in states.values())
 
 
@@ -35,6 +36,7 @@ def memory_plan(
         rows.append(
             ("left", size_text(left) if left >= 0 else f"none: {size_text(-left)} too much")
         )
+    rows += _expert_reads(description)
     rows.append(("longest request", f"{description.max_seq_len} tokens"))
     if description.drafter:
         rows.append(("tree budget", f"{options.tree_budget} nodes"))
@@ -70,19 +72,42 @@ def _paged_kv(description: EngineDescription) -> tuple[str, int]:
 
 
 def _tensorrt_memory(description: EngineDescription) -> list[tuple[str, int]]:
-    """Contiguous caches; networks run one after another and share their workspace."""
+    """Networks run one after another and share their workspace."""
     sizes, how = description.engine_sizes, encoding(description.options, 0)
     networks = description.networks
     per_owner = [networks[name] for name in ("target", "drafter_block") if name in networks]
     kv = sum(kv_bytes(network, sizes, how) for network in per_owner)
     needs = [workspace(network, sizes, how) for network in networks.values()]
     rows = [
-        (f"KV, {sizes.max_batch_size} requests of {sizes.cache_length} slots", kv),
+        (f"KV, {sizes.kv_layout}", kv),
         ("activations (estimate)", max(need.activations + need.logits for need in needs)),
     ]
     if widened := max(need.widened for need in needs):
         rows.append(("widened weight (estimate)", widened))
     return rows
+
+
+def _expert_reads(description: EngineDescription) -> list[tuple[str, str]]:
+    """How many experts a step of one request needs in a layer, and how many are read.
+
+    Rows are taken to choose independently and evenly: then ``rows`` of them need
+    experts * (1 - (1 - top_k / experts) ** rows). Real ones agree more, and need fewer.
+    """
+    routings = {
+        (op.attrs["experts"], op.attrs["top_k"])
+        for op in description.networks["target"].ops
+        if op.kind == "route"
+    }
+    options = description.options
+    table = []
+    for experts, top_k in sorted(routings):
+        for rows in sorted({1, options.verify_width if description.drafter else 1}):
+            needed = experts * (1 - (1 - top_k / experts) ** rows)
+            read = f"{needed:.0f} of {experts} needed"
+            if options.on_tensorrt:
+                read += f", all are read: {experts / needed:.1f} times as much"
+            table.append((f"experts per layer, {rows} row{'s' if rows > 1 else ''}", read))
+    return table
 
 
 def _state_bytes(state: State) -> int:

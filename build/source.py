@@ -18,7 +18,7 @@ from trtree.build.checkpoint.quantized import check_plain
 from trtree.build.checkpoint.scheme import ALGORITHMS
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import WeightInfo, WeightSource
-from trtree.build.network.network import Activations, Owner
+from trtree.build.network.network import Activations, Owner, tensor_name
 from trtree.build.options import BuildOptions
 
 
@@ -85,7 +85,8 @@ class CheckpointSource:
             CheckpointError: the module has no weight, or an inconsistent one.
         """
         checkpoint = self.checkpoint(owner)
-        info = checkpoint.weight_info(module)
+        name = tensor_name(module)
+        info = checkpoint.info(name) if name == module else checkpoint.weight_info(module)
         if len(info.shape) == 1:
             return WeightInfo("dense", tuple(info.shape), _name(info.dtype))
         linear = checkpoint.linear_info(module)

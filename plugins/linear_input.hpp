@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <new>
+#include <span>
 
 #include "plugins/linear_job.hpp"
 
@@ -20,6 +22,12 @@ class RowBuffer {
     if (rows * stride_ <= capacity_) return;
     capacity_ = rows * stride_;
     data_.reset(static_cast<uint8_t*>(::operator new(capacity_, std::align_val_t(kLine))));
+  }
+
+  // The given rows of another buffer, in this order.
+  void select(const RowBuffer& from, std::span<const int64_t> rows) {
+    resize(static_cast<int64_t>(rows.size()), from.stride_);
+    for (int64_t r = 0; r < rows_; ++r) std::memcpy(row(r), from.row(rows[r]), stride_);
   }
 
   uint8_t* row(int64_t r) { return data_.get() + r * stride_; }

@@ -5,7 +5,7 @@ sandbox, as in transformers.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,26 @@ class ChatTemplate:
         except TemplateError as error:
             raise ChatTemplateError(f"{tokenizer}: chat template: {error}") from None
 
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
+    def render(
+        self, messages: Sequence[dict[str, str]], variables: Mapping[str, Any] | None = None
+    ) -> str:
         """Messages ``{"role", "content"}`` -> the prompt that asks for the next answer.
+
+        variables: what else the template reads, such as ``enable_thinking``.
 
         Raises:
             ChatTemplateError: the template refuses them.
         """
         try:
             return self._template.render(
-                messages=list(messages), add_generation_prompt=True, **self._special
+                {
+                    **self._special,
+                    **(variables or {}),
+                    "messages": list(messages),
+                    "add_generation_prompt": True,
+                }
             )
-        except TemplateError as error:
+        except Exception as error:  # also what Python says to a template's expressions
             raise ChatTemplateError(f"chat template: {error}") from None
 
 

@@ -18,6 +18,7 @@ from trtree.build.engine_dir import EngineDirError
 from trtree.runtime.chat_template import ChatTemplate, ChatTemplateError
 from trtree.runtime.cli import INT32_MAX, integer, run_command, threads
 from trtree.runtime.executor import FinishReason, Request, RequestStatistics, SpeculativeConfig
+from trtree.runtime.sampling_flags import add_sampling_flags, sampling_config
 from trtree.runtime.session import Completion, RequestError, Session
 
 BUDGETS = (8, 16, 32, 64)
@@ -78,7 +79,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.compare is not None:
         return _compare(session, args)
     mode = args.mode or _default_mode(session, args)
-    speculative = session.speculative_config(mode, args.tree_budget, args.tree)
+    speculative = session.speculative_config(
+        mode, args.tree_budget, args.tree, policy=args.policy, chain_seed=args.chain_seed
+    )
     request = _request(session, args.prompt, args, speculative)
     completion = session.stream(request, _discard if args.json else _print_text)
     if args.json:
@@ -202,6 +205,7 @@ def _request(
         session.tokenizer.encode(prompt),
         max_tokens=args.max_tokens,
         stop_token_ids=[] if args.ignore_eos else session.stop_token_ids,
+        sampling=sampling_config(args),
         speculative=speculative,
     )
 
@@ -295,6 +299,18 @@ def _parser() -> argparse.ArgumentParser:
         help="rebuild the tree every round, or use the engine's static one (default: the engine's)",
     )
     parser.add_argument(
+        "--policy",
+        choices=("fixed", "load", "adaptive"),
+        default="fixed",
+        help="how many of the budget's nodes a round has: all, what the load leaves room for, "
+        "or what is worth its cost (see trtree.runtime.calibrate) (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chain-seed",
+        action="store_true",
+        help="begin each tree with the drafter's first candidates of every depth",
+    )
+    parser.add_argument(
         "--max-tokens",
         type=_int32,
         default=128,
@@ -329,6 +345,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --compare: an engine to measure plain decoding against, such as the "
         "reference engine",
     )
+    add_sampling_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 

@@ -9,6 +9,7 @@ from trtree import _core
 from trtree.build.engine_dir import EngineDir
 from trtree.runtime.engines import load_engine
 from trtree.runtime.executor import (
+    BudgetPolicy,
     DecodingMode,
     Executor,
     FinishReason,
@@ -48,7 +49,7 @@ class Session:
         self.engine_dir = EngineDir.open(directory)
         self.tokenizer = Tokenizer(self.engine_dir.tokenizer_path)
         self.engine: _core.Engine = load_engine(self.engine_dir, num_threads=num_threads)
-        self.executor = Executor(self.engine, executor_config(self.engine_dir))
+        self.executor = Executor(self.engine, executor_config(self.engine_dir, num_threads))
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -59,13 +60,25 @@ class Session:
         return list(eos) if isinstance(eos, list) else [eos]
 
     def speculative_config(
-        self, mode: str, tree_budget: int | None = None, tree: str | None = None
+        self,
+        mode: str,
+        tree_budget: int | None = None,
+        tree: str | None = None,
+        *,
+        policy: str = "fixed",
+        chain_seed: bool = False,
     ) -> SpeculativeConfig:
-        """A mode by name; budget and tree kind default to what the engine was built for."""
+        """Mode and policy by name; budget and tree kind default to what the engine has."""
         built = self.engine_dir.manifest["speculative_config"] or {}
         kind = tree or built.get("tree", "dynamic")
         budget = built.get("tree_budget", 0) if tree_budget is None else tree_budget
-        return SpeculativeConfig(DecodingMode[mode.upper()], TreeKind[kind.upper()], budget)
+        return SpeculativeConfig(
+            DecodingMode[mode.upper()],
+            TreeKind[kind.upper()],
+            budget,
+            policy=BudgetPolicy[policy.upper()],
+            chain_seed=chain_seed,
+        )
 
     def complete(self, request: Request) -> Completion:
         """Run one request to its end."""

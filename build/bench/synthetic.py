@@ -15,7 +15,7 @@ from trtree.build.checkpoint.scheme import QuantizationConfig
 from trtree.build.checkpoint.write import DEFAULT_INPUT_SCALE, write_checkpoint
 from trtree.build.models import family_of
 from trtree.build.network.graph import Graph, WeightInfo
-from trtree.build.network.network import Owner, Weight
+from trtree.build.network.network import Network, Owner, Weight, tensor_name
 from trtree.plugins.nvfp4_linear.format import BLOCK
 
 SHARD_BYTES = 2 << 30
@@ -61,11 +61,8 @@ def write_random(
 def checkpoint_bytes(model: Path, *, layers: int | None = None, plain: bool = False) -> int:
     """About the bytes that ``write_random`` writes: those of codes, block scales and floats."""
     config, quantization = _read(model, layers, plain)
-    family = family_of(config)
-    graph = Graph("target", _Shapes(quantization))
-    family.build(graph, family.parse(config), ())
     total = 0
-    for weight in graph.network.weights.values():
+    for weight in _network(config, quantization).weights.values():
         elements = math.prod(weight.shape)
         blocks = elements // BLOCK
         total += elements // 2 + blocks if weight.kind == "nvfp4" else 2 * elements
@@ -86,28 +83,39 @@ def _read(
 
 
 class _Shapes:
-    """A weight source that takes every implied shape as bf16 or, where covered, NVFP4."""
+    """A weight source that takes every implied shape as bf16 or, where covered, NVFP4.
 
-    def __init__(self, quantization: QuantizationConfig | None) -> None:
+    biased: modules of attention that have biases.
+    """
+
+    def __init__(self, quantization: QuantizationConfig | None, biased: tuple[str, ...]) -> None:
         self._quantization = quantization
+        self._biased = biased
 
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
         plain = len(implied) == 1 or module.endswith(("embed_tokens", "lm_head"))
         quantization = self._quantization
+        biased = ".self_attn." in module and module.endswith(self._biased)
         activations = quantization.activations_of(module) if quantization else None
         if plain or activations is None:
-            return WeightInfo("dense", implied, "bfloat16")
-        return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
+            return WeightInfo("dense", implied, "bfloat16", biased)
+        return WeightInfo("nvfp4", implied, "nvfp4", biased, activations)
+
+
+def _network(config: dict[str, Any], quantization: QuantizationConfig | None) -> Network:
+    family = family_of(config)
+    biased = family.biased if config.get("attention_bias") else ()
+    graph = Graph("target", _Shapes(quantization, biased))
+    family.build(graph, family.parse(config), ())
+    return graph.network
 
 
 def _tensors(
     config: dict[str, Any], quantization: QuantizationConfig | None, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    family = family_of(config)
-    graph = Graph("target", _Shapes(quantization))
-    family.build(graph, family.parse(config), ())
+    network = _network(config, quantization)
     # The network names fused weights; a checkpoint holds their modules.
-    for weight in graph.network.weights.values():
+    for weight in network.weights.values():
         for module, size in zip(weight.modules, weight.out_sizes, strict=True):
             yield from _module(module, size, weight, generator)
 
@@ -115,10 +123,13 @@ def _tensors(
 def _module(
     module: str, size: int, weight: Weight, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    shape = (size, *weight.shape[1:])
-    if len(shape) == 1:
-        yield f"{module}.weight", torch.ones(shape, dtype=torch.bfloat16)
-    elif weight.kind == "dense":
+    if len(weight.shape) == 1:
+        yield tensor_name(module), torch.ones(size, dtype=torch.bfloat16)
+        return
+    if weight.has_bias:
+        yield f"{module}.bias", torch.zeros(size, dtype=torch.bfloat16)
+    shape = (size, weight.shape[-1])
+    if weight.kind == "dense":
         yield f"{module}.weight", _normal(shape, generator)
     else:
         rows, k = shape

@@ -1,7 +1,8 @@
 """Name patterns as checkpoints write them: exact names, ``*`` for any text, ``re:``."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def matcher(patterns: Iterable[str]) -> re.Pattern[str]:
@@ -23,3 +24,12 @@ def matcher(patterns: Iterable[str]) -> re.Pattern[str]:
         stem, children = (pattern[:-2], r"(\..*)?") if pattern.endswith(".*") else (pattern, "")
         alternatives.append(".*".join(re.escape(part) for part in stem.split("*")) + children)
     return re.compile("|".join(alternatives) or r"(?!)")
+
+
+def prediction_layers(config: Mapping[str, Any]) -> list[str]:
+    """Patterns of the multi-token prediction layers that config.json counts: they follow the
+    last decoder layer, draft for another kind of speculation, and are left out."""
+    layers, extra = (config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if not isinstance(layers, int) or not isinstance(extra, int):
+        return []
+    return [f"model.layers.{layers + i}.*" for i in range(extra)]

@@ -17,7 +17,7 @@ from trtree.build.checkpoint.errors import CheckpointError
 from trtree.build.checkpoint.headers import LinearInfo
 from trtree.build.checkpoint.json_file import read_json
 from trtree.build.checkpoint.linear import LinearWeight
-from trtree.build.checkpoint.patterns import matcher
+from trtree.build.checkpoint.patterns import matcher, prediction_layers
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.scheme import QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo, map_tensor, read_header
@@ -59,7 +59,9 @@ class Checkpoint:
         config = read_json(directory / "config.json")
         quantization = read_quantization(directory, config)
         tensors = fused_experts.split(read_headers(directory), config)
-        headers.check_quantized_modules(tensors, quantization)
+        left_out = matcher(prediction_layers(config))
+        used = {name: info for name, info in tensors.items() if not left_out.fullmatch(name)}
+        headers.check_quantized_modules(used, quantization)
         return cls(directory, config, quantization, tensors)
 
     def names(self) -> list[str]:

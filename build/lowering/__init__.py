@@ -5,6 +5,7 @@ from typing import Protocol
 
 from trtree.build.engine_dir import EngineDirWriter
 from trtree.build.lowering import cpu, reference_weights
+from trtree.build.lowering.shard import WHOLE, Shard
 from trtree.build.lowering.weights import WeightPlan, WeightReader
 from trtree.build.network.network import Network, Owner
 
@@ -19,8 +20,9 @@ class Lowering(Protocol):
         weights: WeightPlan,
         checkpoints: Mapping[Owner, WeightReader],
         progress: Callable[[int], None],
+        shard: Shard = WHOLE,
     ) -> None:
-        """Stream the weights; ``progress`` is told the bytes after each."""
+        """Stream one rank's weights; ``progress`` is told the bytes after each."""
 
     def stored_bytes(self, plan: WeightPlan, owner: Owner) -> int:
         """What an owner's weights will take."""

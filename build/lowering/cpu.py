@@ -1,21 +1,30 @@
 """The CPU lowering: networks -> a plan (ops over buffers) and packed weights.
 
 Splits and reshapes become views, and tensors share buffers once nothing reads them any
-more. The plan is plain JSON (``plan.json``); ``runtime/cpp/cpu/plan.hpp`` documents its
-fields. Weights are packed for the kernels (``plugins/nvfp4_linear/README.md``,
-``plugins/dense_linear/README.md``) and memory-mapped, each at a multiple of 64 bytes.
+more. The plan is plain JSON (``plan.json``, one for each rank);
+``runtime/cpp/cpu/plan.hpp`` documents its fields. Weights are packed for the kernels
+(``plugins/nvfp4_linear/README.md``, ``plugins/dense_linear/README.md``) and memory-mapped,
+each at a multiple of 64 bytes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from trtree.build.engine_dir import PLAN, EngineDirWriter, weights_file
+from trtree.build.engine_dir import EngineDirWriter, plan_file, weights_file
+from trtree.build.lowering.shard import TILE, WHOLE, Shard, segment_bounds
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader
-from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
+from trtree.build.network.network import (
+    Network,
+    NetworkError,
+    Op,
+    Owner,
+    Weight,
+    tensor_name,
+)
 from trtree.build.resumable import ResumableFile
 from trtree.plugins.dense_linear import cpu as dense_cpu
 from trtree.plugins.nvfp4_linear import cpu as nvfp4_cpu
@@ -23,8 +32,6 @@ from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
 
 SUFFIX = "bin"
 ALIGNMENT = 64
-TILE = 16  # output columns of a packed tile
-SEGMENTS = 8
 # Ops whose result is part of, or the same memory as, their input.
 _VIEWS = ("split", "reshape")
 
@@ -35,13 +42,14 @@ def write_files(
     weights: WeightPlan,
     checkpoints: Mapping[Owner, WeightReader],
     progress: Callable[[int], None],
+    shard: Shard = WHOLE,
 ) -> None:
-    """Write every owner's packed weights and ``plan.json``."""
+    """Write every owner's packed weights and the plan, of one rank."""
     entries: dict[str, dict[str, Any]] = {}
     for owner, checkpoint in checkpoints.items():
-        with out.resumable(weights_file(owner, 0, SUFFIX)) as file:
+        with out.resumable(weights_file(owner, shard.rank, SUFFIX)) as file:
             entries |= write_weights(file, owner, weights, checkpoint, progress)
-    out.json(PLAN, make_plan(networks, weights, entries))
+    out.json(plan_file(shard.rank, shard.size), make_plan(networks, weights, entries, shard))
 
 
 def write_weights(
@@ -78,16 +86,22 @@ def stored_bytes(plan: WeightPlan, owner: Owner) -> int:
 
 
 def make_plan(
-    networks: Mapping[str, Network], weights: WeightPlan, entries: Mapping[str, dict[str, Any]]
+    networks: Mapping[str, Network],
+    weights: WeightPlan,
+    entries: Mapping[str, dict[str, Any]],
+    shard: Shard = WHOLE,
 ) -> dict[str, Any]:
     """The JSON-able plan of all networks over the packed weights ``entries``."""
     plan = _Plan(weights, entries)
     lowered = {name: _lower(network, plan) for name, network in networks.items()}
     return {
+        "rank": shard.rank,
+        "ranks": shard.size,
         "networks": lowered,
         "weights": list(plan.weights.values()),
         "states": list(plan.states.values()),
         "ropes": list(plan.ropes.values()),
+        "routings": plan.routings,
     }
 
 
@@ -97,17 +111,21 @@ def make_plan(
 def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": weight.name,
-        "out_features": weight.shape[0],
-        "in_features": 0 if len(weight.shape) == 1 else weight.shape[1],
+        "out_features": weight.num_rows // (weight.experts or 1),
+        "in_features": 0 if len(weight.shape) == 1 else weight.shape[-1],
         "dtype": "float32",
         "global_scale": 0.0,
         "input_scale": 0.0,
+        "experts": weight.experts,
+        "expert_scales": [],
         "segments": [],
         "bias_offset": -1,
     }
     if len(weight.shape) == 1:
-        values = checkpoint.tensor(f"{weight.modules[0]}.{weight.part}").float()
+        values = checkpoint.tensor(tensor_name(weight.modules[0])).float()
         return entry | {"kind": "vector"} | _append(file, values.numpy())
+    if weight.experts:
+        return entry | _write_experts(file, weight, checkpoint)
     linear = checkpoint.linear(weight.modules)
     if isinstance(linear.weight, QuantizedTensor):
         entry |= {"kind": "nvfp4", "global_scale": float(linear.weight.global_scale)}
@@ -118,8 +136,27 @@ def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader)
         entry |= _append(file, dense_cpu.pack(linear.weight))
     if linear.bias is not None:
         entry["bias_offset"] = _append(file, linear.bias.float().numpy())["offset"]
-    bounds = linear.segment_bounds or _segment_bounds(weight.shape[1])
+    bounds = linear.segment_bounds or segment_bounds(-(-weight.shape[1] // BLOCK))
     return entry | {"segments": list(bounds)}
+
+
+def _write_experts(file: ResumableFile, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
+    """One expert in memory at a time; their packed weights follow one another."""
+    entry: dict[str, Any] = {"segments": list(segment_bounds(-(-weight.shape[-1] // BLOCK)))}
+    scales, input_scales, places = [], [], []
+    for expert in range(weight.experts):
+        linear = checkpoint.linear(weight.modules_of(expert))
+        if isinstance(linear.weight, QuantizedTensor):
+            scales.append(float(linear.weight.global_scale))
+            input_scales.append(_input_scale(weight, linear.input_scale))
+            places.append(_append(file, nvfp4_cpu.pack(linear.weight)))
+        else:
+            places.append(_append(file, dense_cpu.pack(linear.weight)))
+    entry |= {"offset": places[0]["offset"], "bytes": sum(place["bytes"] for place in places)}
+    if scales:
+        kind = {"kind": "nvfp4", "expert_scales": scales, "input_scale": max(input_scales)}
+        return entry | kind
+    return entry | {"kind": "dense", "dtype": weight.dtype}
 
 
 def _input_scale(weight: Weight, stored: torch.Tensor | None) -> float:
@@ -141,20 +178,15 @@ def _append(file: ResumableFile, data: np.ndarray[Any, Any]) -> dict[str, int]:
 
 
 def _packed_bytes(weight: Weight) -> int:
-    bias = 4 * weight.shape[0] if weight.has_bias else 0
     if len(weight.shape) == 1:
         return 4 * weight.shape[0]
+    bias = 4 * weight.shape[0] if weight.has_bias else 0
+    rows, k = weight.shape[-2:]
     if weight.kind == "nvfp4":
-        return bias + nvfp4_cpu.packed_size(weight.shape[0], weight.shape[1])
-    return bias + dense_cpu.packed_size(
-        weight.shape[0], weight.shape[1], getattr(torch, weight.dtype)
-    )
-
-
-def _segment_bounds(in_features: int) -> Sequence[int]:
-    """K is reduced in 8 segments of whole blocks, whatever the number of ranks."""
-    blocks = -(-in_features // BLOCK)
-    return [i * blocks // SEGMENTS for i in range(SEGMENTS + 1)]
+        one = nvfp4_cpu.packed_size(rows, k)
+    else:
+        one = dense_cpu.packed_size(rows, k, getattr(torch, weight.dtype))
+    return bias + one * (weight.experts or 1)
 
 
 # Networks
@@ -169,6 +201,7 @@ class _Plan:
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     ropes: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    routings: list[dict[str, Any]] = field(default_factory=list)
 
     def weight(self, name: str) -> int:
         if name not in self.weights:
@@ -199,24 +232,32 @@ class _Plan:
         self.ropes.setdefault(key, table)
         return list(self.ropes).index(key)
 
+    def routing(self, op: Op) -> int:
+        table = {**op.attrs, "sigmoid": op.attrs["scores"] == "sigmoid"}
+        del table["scores"]
+        if table not in self.routings:
+            self.routings.append(table)
+        return self.routings.index(table)
+
 
 def _view_entry(
     name: str, view: View, stored: Mapping[str, Weight], entries: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """The plan entry of a weight that is rows of a stored one: whole tiles of its bytes."""
     outer = entries[view.stored]
-    rows = stored[view.stored].shape[0]
+    rows = stored[view.stored].num_rows
     if view.num_rows == rows:
         return {**outer, "name": name}
-    if view.first_row % TILE or view.num_rows % TILE:
+    end = view.first_row + view.num_rows
+    if view.first_row % TILE or (end % TILE and end != rows):
         raise NetworkError(
-            f"{name}: rows {view.first_row} to {view.first_row + view.num_rows} of {view.stored} "
-            f"do not begin and end on a tile of {TILE}"
+            f"{name}: rows {view.first_row} to {end} of {view.stored} do not begin and end on a "
+            f"tile of {TILE}"
         )
     tile_bytes = outer["bytes"] // -(-rows // TILE)
     entry = {**outer, "name": name, "out_features": view.num_rows}
     entry["offset"] += view.first_row // TILE * tile_bytes
-    entry["bytes"] = view.num_rows // TILE * tile_bytes
+    entry["bytes"] = -(-view.num_rows // TILE) * tile_bytes
     if outer["bias_offset"] >= 0:
         entry["bias_offset"] += 4 * view.first_row
     return entry
@@ -334,11 +375,14 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
         "weight": -1,
         "state": -1,
         "rope": -1,
+        "routing": -1,
         "heads": 1,
         "scale": 1.0,
         "eps": 0.0,
         "window": 0,
         "causal_mask": False,
+        "row_parallel": op.attrs.get("row_parallel", False),
+        "rank_columns": op.attrs.get("columns", []),
     }
     if op.weights:
         lowered["weight"] = plan.weight(op.weights[0])
@@ -349,6 +393,10 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
         lowered["heads"] = int(shape[1])
     if op.kind == "rms_norm":
         lowered["eps"] = op.attrs["eps"]
+    elif op.kind == "route":
+        lowered["routing"] = plan.routing(op)
+    elif op.kind == "experts_up":
+        lowered["heads"] = op.attrs["slots"]
     elif op.kind == "rotary_embedding":
         lowered["rope"] = plan.rope(network, op)
     elif op.kind == "tree_attention":

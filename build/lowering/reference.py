@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from trtree.build.network.network import Network, NetworkError, Op
+from trtree.plugins.moe import reference as moe
+from trtree.plugins.moe.contract import Routing
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 
@@ -34,6 +36,7 @@ class ReferenceNetwork:
         network: what to run.
         dense: dense weights by weight name, as stored.
         linears: an implementation per linear weight, float32 [rows, in] -> [rows, out].
+        experts: likewise, one per expert of a weight that stacks them.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class ReferenceNetwork:
         network: Network,
         dense: Mapping[str, torch.Tensor],
         linears: Mapping[str, LinearImpl],
+        experts: Mapping[str, Sequence[LinearImpl]] | None = None,
     ) -> None:
         unknown = sorted({op.kind for op in network.ops} - set(_OPS))
         if unknown:
@@ -48,6 +52,7 @@ class ReferenceNetwork:
         self.network = network
         self._dense = dense
         self._linears = linears
+        self._experts = experts or {}
         self._constants = {
             name: torch.tensor(values, dtype=torch.float64)
             for name, values in network.constants.items()
@@ -87,6 +92,9 @@ class ReferenceNetwork:
     def linear(self, op: Op) -> LinearImpl:
         return self._linears[op.weights[0]]
 
+    def experts(self, op: Op) -> Sequence[LinearImpl]:
+        return self._experts[op.weights[0]]
+
     def constant(self, name: str) -> torch.Tensor:
         return self._constants[name]
 
@@ -112,7 +120,21 @@ def _embedding(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) ->
 
 
 def _linear(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
-    return [net.linear(op)(x[0])]
+    dtype = TORCH_DTYPES[net.network.tensors[op.outputs[0]].dtype]
+    return [net.linear(op)(x[0].to(dtype))]
+
+
+def _route(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    bias = net.dense(op) if op.weights else None
+    return [moe.route(x[0], Routing(**op.attrs), bias)]
+
+
+def _experts_up(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [moe.experts_up(x[0], x[1], net.experts(op), op.attrs["slots"])]
+
+
+def _experts_down(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [moe.experts_down(x[0], x[1], net.experts(op))]
 
 
 def _rms_norm(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
@@ -217,12 +239,15 @@ _OPS: dict[str, OpFunction] = {
     "argmax": _argmax,
     "concat": _concat,
     "embedding": _embedding,
+    "experts_down": _experts_down,
+    "experts_up": _experts_up,
     "gather_rows": _gather_rows,
     "kv_append": _kv_append,
     "linear": _linear,
     "reshape": _reshape,
     "rms_norm": _rms_norm,
     "rotary_embedding": _rotary_embedding,
+    "route": _route,
     "scale": _scale,
     "silu_mul": _silu_mul,
     "split": _split,

@@ -2,10 +2,12 @@
 
 One safetensors file per owner. A dense weight W is ``W.weight``; an NVFP4 one is
 ``W.codes``, ``W.block_scale``, ``W.global_scale`` and, where activations are
-quantized, ``W.input_scale``; either may have ``W.bias``.
+quantized, ``W.input_scale``; either may have ``W.bias``. The weights of a layer's experts
+are stacked along a first axis; each keeps its ``global_scale``, and all share the largest
+``input_scale``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,8 +15,9 @@ from safetensors import safe_open
 
 from trtree.build.engine_dir import EngineDirWriter, weights_file
 from trtree.build.lowering.reference import LinearImpl, ReferenceNetwork
+from trtree.build.lowering.shard import WHOLE, Shard
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader, plan_weights
-from trtree.build.network.network import Network, NetworkError, Owner, Weight
+from trtree.build.network.network import Network, NetworkError, Owner, Weight, tensor_name
 from trtree.build.tensor_file import TensorFileWriter, TensorSpec
 from trtree.plugins.dense_linear.reference import PreparedDense
 from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
@@ -29,11 +32,12 @@ def write_files(
     weights: WeightPlan,
     checkpoints: Mapping[Owner, WeightReader],
     progress: Callable[[int], None],
+    shard: Shard = WHOLE,
 ) -> None:
     """Write every owner's weights; the networks are stored as they are."""
     del networks
     for owner, checkpoint in checkpoints.items():
-        path = out.path / weights_file(owner, 0, SUFFIX)
+        path = out.path / weights_file(owner, shard.rank, SUFFIX)
         write_weights(path, owner, weights, checkpoint, progress)
 
 
@@ -77,27 +81,32 @@ def load_networks(
         for owner, path in files.items()
     }
     linears: dict[str, LinearImpl] = {}
+    experts: dict[str, list[LinearImpl]] = {}
     loaded = {}
     for name, network in networks.items():
         dense = {}
         for op in network.ops:
             for weight in (network.weights[w] for w in op.weights):
                 tensors = _view(stored[weight.owner], plan.views[weight.name])
-                if op.kind != "linear":
+                if weight.experts:
+                    experts[weight.name] = [
+                        _linear(weight, _of_expert(tensors, i)) for i in range(weight.experts)
+                    ]
+                elif op.kind != "linear":
                     dense[weight.name] = tensors["weight"]
                 elif weight.name not in linears:
                     linears[weight.name] = _linear(weight, tensors)
-        loaded[name] = ReferenceNetwork(network, dense, linears)
+        loaded[name] = ReferenceNetwork(network, dense, linears, experts)
     return loaded
 
 
 def _specs(weight: Weight) -> dict[str, TensorSpec]:
     if weight.kind == "nvfp4":
-        rows, k = weight.shape
+        *rows, k = weight.shape
         specs = {
-            "codes": TensorSpec((rows, k // 2), torch.uint8),
-            "block_scale": TensorSpec((rows, k // BLOCK), torch.float8_e4m3fn),
-            "global_scale": TensorSpec((), torch.float32),
+            "codes": TensorSpec((*rows, k // 2), torch.uint8),
+            "block_scale": TensorSpec((*rows, k // BLOCK), torch.float8_e4m3fn),
+            "global_scale": TensorSpec(weight.shape[:-2], torch.float32),
         }
         if weight.activations == "nvfp4":
             specs["input_scale"] = TensorSpec((), torch.float32)
@@ -111,22 +120,45 @@ def _specs(weight: Weight) -> dict[str, TensorSpec]:
 def read_weight(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
     """What is stored of one weight, by the name it is stored under."""
     if len(weight.shape) == 1:
-        tensor = checkpoint.tensor(f"{weight.modules[0]}.{weight.part}")
+        tensor = checkpoint.tensor(tensor_name(weight.modules[0]))
         return {f"{weight.name}.weight": tensor.to(getattr(torch, weight.dtype))}
-    linear = checkpoint.linear(weight.modules)
+    if weight.experts:
+        parts = _read_experts(weight, checkpoint)
+    else:
+        parts = _read_linear(weight, weight.modules, checkpoint)
+    return {f"{weight.name}.{part}": tensor for part, tensor in parts.items()}
+
+
+def _read_experts(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
+    """All experts' parts, stacked; one expert's are in memory beside them."""
+    stacks: dict[str, torch.Tensor] = {}
+    for expert in range(weight.experts):
+        for part, tensor in _read_linear(weight, weight.modules_of(expert), checkpoint).items():
+            if part not in stacks:
+                stacks[part] = torch.empty((weight.experts, *tensor.shape), dtype=tensor.dtype)
+            stacks[part][expert] = tensor
+    if "input_scale" in stacks:
+        stacks["input_scale"] = stacks["input_scale"].amax()
+    return stacks
+
+
+def _read_linear(
+    weight: Weight, modules: Sequence[str], checkpoint: WeightReader
+) -> dict[str, torch.Tensor]:
+    linear = checkpoint.linear(modules)
     parts: dict[str, torch.Tensor] = {}
     if isinstance(linear.weight, QuantizedTensor):
         parts["codes"], parts["block_scale"], parts["global_scale"] = linear.weight
         parts["global_scale"] = parts["global_scale"].reshape(()).float()
         if weight.activations == "nvfp4":
             if linear.input_scale is None:
-                raise NetworkError(f"{weight.modules[0]}: NVFP4 activations need an input_scale")
+                raise NetworkError(f"{modules[0]}: NVFP4 activations need an input_scale")
             parts["input_scale"] = linear.input_scale.reshape(())
     else:
         parts["weight"] = linear.weight
     if linear.bias is not None:
         parts["bias"] = linear.bias.float()
-    return {f"{weight.name}.{part}": tensor for part, tensor in parts.items()}
+    return parts
 
 
 def _load(path: Path, weights: list[Weight]) -> dict[str, dict[str, torch.Tensor]]:
@@ -145,6 +177,13 @@ def _view(stored: Mapping[str, dict[str, torch.Tensor]], view: View) -> dict[str
     return {
         part: tensor[rows] if tensor.ndim else tensor
         for part, tensor in stored[view.stored].items()
+    }
+
+
+def _of_expert(tensors: Mapping[str, torch.Tensor], expert: int) -> dict[str, torch.Tensor]:
+    return {
+        part: tensor if part == "input_scale" else tensor[expert]
+        for part, tensor in tensors.items()
     }
 
 

@@ -4,13 +4,13 @@ The drafter's context pass fuses the keys and values of all layers into one prod
 its block pass those of one layer: the latter are rows of the former, stored once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from trtree.build.checkpoint import LinearWeight
-from trtree.build.network.network import Network, Weight
+from trtree.build.network.network import Network, Owner, Weight
 
 
 class WeightReader(Protocol):
@@ -39,19 +39,18 @@ def plan_weights(networks: Iterable[Network]) -> WeightPlan:
     """Collect the weights of all networks, keeping of nested ones only the outermost."""
     weights = {name: weight for network in networks for name, weight in network.weights.items()}
     plan = WeightPlan({}, {})
+    placed: dict[tuple[Owner, str], tuple[Weight, int]] = {}  # where each module is stored
     for weight in sorted(weights.values(), key=lambda w: -len(w.modules)):
-        plan.views[weight.name] = _place(weight, plan.stored)
-        if plan.views[weight.name].stored == weight.name:
+        view = plan.views[weight.name] = _place(weight, placed)
+        if view.stored == weight.name:
             plan.stored[weight.name] = weight
+            for index, module in enumerate(weight.modules):
+                placed.setdefault((weight.owner, module), (weight, index))
     return plan
 
 
-def _place(weight: Weight, stored: dict[str, Weight]) -> View:
-    count = len(weight.modules)
-    for outer in stored.values():
-        if (outer.owner, outer.part) != (weight.owner, weight.part):
-            continue
-        for at in range(len(outer.modules) - count + 1):
-            if outer.modules[at : at + count] == weight.modules:
-                return View(outer.name, sum(outer.out_sizes[:at]), weight.shape[0])
-    return View(weight.name, 0, weight.shape[0])
+def _place(weight: Weight, placed: Mapping[tuple[Owner, str], tuple[Weight, int]]) -> View:
+    outer, at = placed.get((weight.owner, weight.modules[0]), (weight, 0))
+    if outer.modules[at : at + len(weight.modules)] == weight.modules:
+        return View(outer.name, sum(outer.out_sizes[:at]), weight.num_rows)
+    return View(weight.name, 0, weight.num_rows)

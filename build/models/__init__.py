@@ -4,21 +4,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtree.build.models import qwen3
+from trtree.build.models import glm4_moe, qwen3, qwen3_moe
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import NetworkError
+
+_QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
 class Family:
-    """How to read a family's config.json and describe its network."""
+    """How to read a family's config.json and describe its network.
 
-    parse: Callable[[Mapping[str, Any]], qwen3.Qwen3Config]
-    build: Callable[[Graph, qwen3.Qwen3Config, Sequence[int]], None]
+    biased: modules that have biases where config.json has ``attention_bias``.
+    """
+
+    parse: Callable[[Mapping[str, Any]], Any]
+    build: Callable[[Graph, Any, Sequence[int]], None]
+    biased: tuple[str, ...] = _QKVO
 
 
 FAMILIES: dict[str, Family] = {
+    "Glm4MoeForCausalLM": Family(glm4_moe.Glm4MoeConfig.from_dict, glm4_moe.build, _QKVO[:3]),
     "Qwen3ForCausalLM": Family(qwen3.Qwen3Config.from_dict, qwen3.build),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.Qwen3MoeConfig.from_dict, qwen3_moe.build),
 }
 
 

@@ -21,6 +21,27 @@ class ConfigReader:
             raise NetworkError(f"{self._where}: {key} must be a positive integer, not {value!r}")
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """A non-negative integer."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise NetworkError(
+                f"{self._where}: {key} must be a non-negative integer, not {value!r}"
+            )
+        return value
+
+    def counts(self, key: str) -> tuple[int, ...]:
+        """A list of non-negative integers; empty where it is missing."""
+        values = self._get(key, [])
+        fits = isinstance(values, list) and all(
+            isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
+        )
+        if not fits:
+            raise NetworkError(
+                f"{self._where}: {key} must be a list of non-negative integers, not {values!r}"
+            )
+        return tuple(values)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive, finite number."""
         return positive_number(self._where, key, self._get(key, default))
@@ -31,6 +52,10 @@ class ConfigReader:
         if not isinstance(value, bool):
             raise NetworkError(f"{self._where}: {key} must be true or false, not {value!r}")
         return value
+
+    def present(self, *keys: str) -> str:
+        """The first of several names of one field that is there; the first of all if none is."""
+        return next((key for key in keys if self._config.get(key) is not None), keys[0])
 
     def require(self, key: str, supported: str | float) -> None:
         """Refuse any value but the one supported."""
@@ -65,17 +90,17 @@ class ConfigReader:
         window = self.positive("sliding_window")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
-    def _derived_windows(self, layers: int) -> tuple[int | None, ...]:
-        window: int | None = None
+    def one_window(self) -> int | None:
+        """``sliding_window`` where ``use_sliding_window`` asks for it."""
         # An explicit null means no window, even where windows are turned on.
         explicit_none = self._config.get("sliding_window", 0) is None
         if self.flag("use_sliding_window", False) and not explicit_none:
-            window = self.positive("sliding_window", 4096)
-        first = self._get("max_window_layers", 28)
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise NetworkError(
-                f"{self._where}: max_window_layers must be a non-negative integer, not {first!r}"
-            )
+            return self.positive("sliding_window", 4096)
+        return None
+
+    def _derived_windows(self, layers: int) -> tuple[int | None, ...]:
+        window = self.one_window()
+        first = self.count("max_window_layers", 28)
         return tuple(window if i >= first else None for i in range(layers))
 
     def _get(self, key: str, default: Any) -> Any:

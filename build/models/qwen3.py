@@ -1,8 +1,11 @@
-"""Qwen3 dense (``Qwen3ForCausalLM``): GQA with per-head q/k norms, gated MLP."""
+"""Qwen3 dense (``Qwen3ForCausalLM``): GQA with per-head q/k norms, gated MLP.
 
-from collections.abc import Mapping, Sequence
+Other families are this one with another MLP, or without the norms.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from trtree.build.models.config import ConfigReader
 from trtree.build.network.graph import Graph, Rows
@@ -22,40 +25,21 @@ class Qwen3Config:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    qk_norm_eps: float  # of the per-head norms; rms_norm_eps but in widened networks
+    # Of the per-head norms: rms_norm_eps but in widened networks; None: there are none.
+    qk_norm_eps: float | None
     tie_word_embeddings: bool
     max_position_embeddings: int
     windows: tuple[int | None, ...]  # per layer: sliding window in tokens, or None
     rope: RopeTable
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> "Qwen3Config":
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
         """Read config.json.
 
         Raises:
             NetworkError: a field is missing, of the wrong type, or not supported.
         """
-        read = ConfigReader(config)
-        read.require("hidden_act", "silu")
-        read.flag("attention_bias", False)
-        heads = read.positive("num_attention_heads")
-        hidden = read.positive("hidden_size")
-        head_dim = read.positive("head_dim", hidden // heads)
-        return cls(
-            vocab_size=read.positive("vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=read.positive("intermediate_size"),
-            num_hidden_layers=read.positive("num_hidden_layers"),
-            num_attention_heads=heads,
-            num_key_value_heads=read.positive("num_key_value_heads", heads),
-            head_dim=head_dim,
-            rms_norm_eps=read.number("rms_norm_eps"),
-            qk_norm_eps=read.number("qk_norm_eps", config.get("rms_norm_eps")),
-            tie_word_embeddings=read.flag("tie_word_embeddings", False),
-            max_position_embeddings=read.positive("max_position_embeddings"),
-            windows=read.attention_windows(),
-            rope=rope_table("rope", config, head_dim),
-        )
+        return cls(**decoder_fields(config))
 
     @property
     def head_module(self) -> str:
@@ -63,8 +47,48 @@ class Qwen3Config:
         return "model.embed_tokens" if self.tie_word_embeddings else "lm_head"
 
 
+def decoder_fields(
+    config: Mapping[str, Any], *, partial_rotary: float | None = None
+) -> dict[str, Any]:
+    """The fields of Qwen3Config; ``partial_rotary``: see ``rope_table``."""
+    read = ConfigReader(config)
+    read.require("hidden_act", "silu")
+    read.flag("attention_bias", False)
+    heads = read.positive("num_attention_heads")
+    hidden = read.positive("hidden_size")
+    head_dim = read.positive("head_dim", hidden // heads)
+    return {
+        "vocab_size": read.positive("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": read.positive("intermediate_size"),
+        "num_hidden_layers": read.positive("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": read.positive("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": read.number("rms_norm_eps"),
+        "qk_norm_eps": read.number("qk_norm_eps", config.get("rms_norm_eps")),
+        "tie_word_embeddings": read.flag("tie_word_embeddings", False),
+        "max_position_embeddings": read.positive("max_position_embeddings"),
+        "windows": read.attention_windows(),
+        "rope": rope_table("rope", config, head_dim, partial=partial_rotary),
+    }
+
+
+# A layer's MLP inside its scope: graph, normed hidden states [rows, hidden], layer index.
+Mlp = Callable[[Graph, Tensor, int], Tensor]
+
+
 def build(g: Graph, cfg: Qwen3Config, captured_layers: Sequence[int]) -> None:
     """The target: rows -> argmax and logits of the output rows, captured hidden states."""
+
+    def mlp(g: Graph, h: Tensor, layer: int) -> Tensor:
+        return gated_mlp(g, h, cfg.intermediate_size, cfg.hidden_size)
+
+    build_decoder(g, cfg, captured_layers, mlp)
+
+
+def build_decoder(g: Graph, cfg: Qwen3Config, captured_layers: Sequence[int], mlp: Mlp) -> None:
+    """The target with any MLP."""
     rows = g.rows()
     x = g.embedding(
         "model.embed_tokens", rows.token_ids, vocab=cfg.vocab_size, hidden=cfg.hidden_size
@@ -75,7 +99,7 @@ def build(g: Graph, cfg: Qwen3Config, captured_layers: Sequence[int]) -> None:
             h = g.rms_norm("input_layernorm", x, cfg.rms_norm_eps)
             x = g.add("attention_residual", x, attention(g, h, rows, cfg, cfg.windows[i]))
             h = g.rms_norm("post_attention_layernorm", x, cfg.rms_norm_eps)
-            x = g.add("mlp_residual", x, gated_mlp(g, h, cfg.intermediate_size, cfg.hidden_size))
+            x = g.add("mlp_residual", x, mlp(g, h, i))
         captures[i] = x
     if captured_layers:
         g.output("captured", g.concat("captured", [captures[i] for i in captured_layers]))
@@ -116,9 +140,11 @@ def attention(
 def rotated_heads(
     g: Graph, which: str, x: Tensor, positions: Tensor, heads: int, cfg: Qwen3Config
 ) -> Tensor:
-    """q or k [rows, heads * head_dim] -> normed per head and rotated [rows, heads, head_dim]."""
+    """q or k [rows, heads * head_dim] -> normed per head (where the model does) and rotated
+    [rows, heads, head_dim]."""
     x = g.split_heads(f"{which}_heads", x, heads)
-    x = g.rms_norm(f"{which}_norm", x, cfg.qk_norm_eps)
+    if cfg.qk_norm_eps is not None:
+        x = g.rms_norm(f"{which}_norm", x, cfg.qk_norm_eps)
     return g.rotary_embedding(f"{which}_rotated", x, positions, cfg.rope)
 
 
@@ -129,9 +155,9 @@ def append(g: Graph, k: Tensor, v: Tensor, slots: Tensor, cfg: Qwen3Config) -> S
     return kv
 
 
-def gated_mlp(g: Graph, h: Tensor, intermediate: int, hidden: int) -> Tensor:
+def gated_mlp(g: Graph, h: Tensor, intermediate: int, hidden: int, *, scope: str = "mlp") -> Tensor:
     """down(silu(gate(h)) * up(h)), h [rows, hidden]."""
-    with g.scope("mlp"):
+    with g.scope(scope):
         sizes = [intermediate, intermediate]
         gate, up = g.linears(["gate_proj", "up_proj"], h, sizes, parallel="column")
         return g.linear("down_proj", g.silu_mul("activated", gate, up), hidden, parallel="row")

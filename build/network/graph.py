@@ -7,11 +7,10 @@ so that they read as in the checkpoint.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from trtree.build.network.network import (
-    Activations,
     Dim,
     DType,
     Network,
@@ -21,9 +20,12 @@ from trtree.build.network.network import (
     State,
     Tensor,
     Weight,
-    WeightKind,
 )
 from trtree.build.network.rope import RopeTable
+from trtree.build.network.weight_source import Parallel, WeightInfo, WeightSource
+from trtree.plugins.moe.contract import Routing
+
+__all__ = ["OP_KINDS", "Graph", "Parallel", "Rows", "WeightInfo", "WeightSource"]
 
 # Every op a lowering has to implement.
 OP_KINDS = frozenset(
@@ -32,12 +34,15 @@ OP_KINDS = frozenset(
         "argmax",
         "concat",
         "embedding",
+        "experts_down",
+        "experts_up",
         "gather_rows",
         "kv_append",
         "linear",
         "reshape",
         "rms_norm",
         "rotary_embedding",
+        "route",
         "scale",
         "silu_mul",
         "split",
@@ -45,37 +50,6 @@ OP_KINDS = frozenset(
         "tree_attention",
     }
 )
-
-
-# How ranks share a linear: "column" splits each module's out_features, so that its result
-# is split too; "row" splits in_features, and the ranks' partial results are summed.
-Parallel = Literal["column", "row"]
-
-
-@dataclass(frozen=True)
-class WeightInfo:
-    """What a weight source knows of a module from headers or configuration alone.
-
-    shape is [out_features, in_features], or [features] for a vector.
-    """
-
-    kind: WeightKind
-    shape: tuple[int, ...]
-    dtype: str
-    has_bias: bool = False
-    activations: Activations | None = None  # None for dense weights
-    pre_quant_scale: bool = False  # the input is multiplied by the module's own vector first
-
-    def fuses_with(self, other: "WeightInfo") -> bool:
-        """Whether both can be rows of one weight."""
-        return replace(self, shape=other.shape) == other and not self.pre_quant_scale
-
-
-class WeightSource(Protocol):
-    """Where a family learns what kind of weight each module holds."""
-
-    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
-        """``implied`` is the shape that config.json implies, for sources that hold no weights."""
 
 
 @dataclass(frozen=True)
@@ -165,13 +139,15 @@ class Graph:
         name: str | None = None,
         owner: Owner | None = None,
         parallel: Parallel | None = None,
+        dtype: DType | None = None,
     ) -> Tensor:
         """x [rows, in_features] -> [rows, out_features]: x @ weight.T (+ bias).
 
         ``name`` is the op's, where it is not the module's. ``parallel`` says how ranks
-        share it; the shapes here are those of all ranks together.
+        share it; the shapes here are those of all ranks together. ``dtype`` is the
+        result's, where it is not the network's.
         """
-        return self._linear([module], name or module, x, [out_features], owner, parallel)
+        return self._linear([module], name or module, x, [out_features], owner, parallel, dtype)
 
     def linears(
         self,
@@ -205,6 +181,57 @@ class Graph:
         features = _static(x.shape[-1], f"{module}: features")
         weight = self._weight([module], [features])
         return self._op("rms_norm", module, [x], [x.shape], weights=[weight], attrs={"eps": eps})[0]
+
+    # Experts
+
+    def route(
+        self, name: str, logits: Tensor, routing: Routing, *, correction_bias: str | None = None
+    ) -> Tensor:
+        """logits float32 [rows, experts] -> weights float32 [rows, experts], 0 where not chosen.
+
+        ``correction_bias`` names a vector [experts] that the choice takes into account,
+        but not the weights. ``plugins/moe/README.md`` defines choice, ties and weights.
+        """
+        if logits.dtype != "float32" or logits.shape[1:] != (routing.experts,):
+            raise NetworkError(
+                f"{self._path(name)}: routes by float32 logits of {routing.experts} experts, "
+                f"given {logits.dtype} {list(logits.shape)}"
+            )
+        biases = [self._weight([correction_bias], [routing.experts])] if correction_bias else []
+        shape = logits.shape
+        attrs = asdict(routing)
+        return self._op(
+            "route", name, [logits], [shape], dtypes=["float32"], weights=biases, attrs=attrs
+        )[0]
+
+    def experts_up(
+        self, modules: Sequence[str], x: Tensor, weights: Tensor, intermediate: int, slots: int
+    ) -> Tensor:
+        """x [rows, hidden] -> silu(gate(x)) * up(x) [rows, slots, intermediate] of its experts.
+
+        ``modules`` lists gate and up of each expert in turn. Slot j is that of the row's
+        j-th expert by rising id, among those with a weight in ``weights`` [rows, experts].
+        """
+        in_features = _static(x.shape[-1], f"{modules[0]}: in_features")
+        weight = self._stack(modules, [intermediate] * 2, in_features, weights)
+        shape = (x.shape[0], slots, intermediate)
+        attrs = {"slots": slots, "parallel": "column"}
+        return self._op(
+            "experts_up", "experts.up", [x, weights], [shape], weights=[weight], attrs=attrs
+        )[0]
+
+    def experts_down(
+        self, modules: Sequence[str], h: Tensor, weights: Tensor, hidden: int
+    ) -> Tensor:
+        """h [rows, slots, intermediate] from ``experts_up`` -> [rows, hidden]: the sum of
+        down(h) of each row's experts, times their ``weights`` [rows, experts]."""
+        in_features = _static(h.shape[-1], f"{modules[0]}: in_features")
+        weight = self._stack(modules, [hidden], in_features, weights)
+        shape = (h.shape[0], hidden)
+        attrs = {"parallel": "row"}
+        return self._op(
+            "experts_down", "experts.down", [h, weights], [shape], weights=[weight], attrs=attrs
+        )[0]
 
     # Attention
 
@@ -334,6 +361,7 @@ class Graph:
         sizes: Sequence[int],
         owner: Owner | None,
         parallel: Parallel | None,
+        dtype: DType | None = None,
     ) -> Tensor:
         in_features = _static(x.shape[-1], f"{name}: in_features")
         infos = self._infos(modules, sizes, in_features, owner or self._owner)
@@ -341,8 +369,12 @@ class Graph:
             x = self._scale(modules[0], x, in_features, owner, parallel)
         weight = self._weight(modules, sizes, in_features, owner)
         shape = (*x.shape[:-1], sum(sizes))
-        attrs = {"parallel": parallel} if parallel else {}
-        return self._op("linear", name, [x], [shape], weights=[weight], attrs=attrs)[0]
+        given = {"parallel": parallel, "dtype": dtype}
+        attrs = {name: value for name, value in given.items() if value}
+        dtypes = [dtype or self.network.dtype]
+        return self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)[
+            0
+        ]
 
     def _scale(
         self,
@@ -353,25 +385,12 @@ class Graph:
         parallel: Parallel | None,
     ) -> Tensor:
         """x * the module's pre_quant_scale [features]; ranks that share x share the vector."""
-        part = "pre_quant_scale"
-        path, owner = self._path(module), owner or self._owner
-        weight = Weight(
-            name=f"{owner}:{path}.{part}",
-            modules=(path,),
-            kind="dense",
-            shape=(features,),
-            out_sizes=(features,),
-            dtype="float32",
-            has_bias=False,
-            activations=None,
-            owner=owner,
-            part=part,
-        )
-        self.network.weights.setdefault(weight.name, weight)
+        path, owner = self._path(f"{module}.pre_quant_scale"), owner or self._owner
+        info = WeightInfo("dense", (features,), "float32")
+        weight = self._add_weight(path, (path,), (features,), [features], info, owner)
         attrs = {"parallel": "column"} if parallel == "row" else {}
-        return self._op("scale", f"{module}.{part}", [x], [x.shape], weights=[weight], attrs=attrs)[
-            0
-        ]
+        name = f"{module}.pre_quant_scale"
+        return self._op("scale", name, [x], [x.shape], weights=[weight], attrs=attrs)[0]
 
     def _reshape(self, name: str, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
         return self._op("reshape", name, [x], [shape], dtypes=[x.dtype])[0]
@@ -398,29 +417,60 @@ class Graph:
         """
         owner = owner or self._owner
         paths = tuple(self._path(module) for module in modules)
-        infos = self._infos(modules, sizes, in_features, owner)
-        for path, size, info in zip(paths, sizes, infos, strict=True):
-            implied = _weight_shape(size, in_features)
-            if info.shape != implied:
-                raise NetworkError(
-                    f"{path}: the checkpoint holds {list(info.shape)}, "
-                    f"config.json implies {list(implied)}"
-                )
-        name = f"{owner}:{'+'.join(paths)}"
+        infos = self._checked_infos(modules, sizes, in_features, owner)
         shape = _weight_shape(sum(sizes), in_features)
-        first = infos[0]
+        return self._add_weight("+".join(paths), paths, shape, sizes, infos[0], owner)
+
+    def _stack(
+        self, modules: Sequence[str], sizes: Sequence[int], in_features: int, weights: Tensor
+    ) -> Weight:
+        """The linears of all experts, each of modules of ``sizes``, as one weight.
+
+        Raises:
+            NetworkError: they are not of one kind, or not as many as the router knows.
+        """
+        experts = len(modules) // len(sizes)
+        if weights.shape[1:] != (experts,):
+            raise NetworkError(
+                f"{self._path(modules[0])}: {experts} experts, routed {list(weights.shape)}"
+            )
+        every = list(sizes) * experts
+        first, *_ = infos = self._checked_infos(modules, every, in_features, self._owner)
+        paths = tuple(self._path(module) for module in modules)
+        for path, info in zip(paths, infos, strict=True):
+            if not info.fuses_with(first):
+                raise NetworkError(
+                    f"{path}: the experts of a layer must be of one kind, but this is "
+                    f"{info.dtype} and {paths[0]} is {first.dtype}"
+                )
+        if first.has_bias:
+            raise NetworkError(f"{paths[0]}: biases of experts are not supported")
+        leaves = "+".join(dict.fromkeys(path.rpartition(".")[2] for path in paths))
+        name = f"{self._path('experts')}.{leaves}"
+        shape = (experts, sum(sizes), in_features)
+        return self._add_weight(name, paths, shape, every, first, self._owner)
+
+    def _add_weight(
+        self,
+        name: str,
+        paths: tuple[str, ...],
+        shape: tuple[int, ...],
+        sizes: Sequence[int],
+        info: WeightInfo,
+        owner: Owner,
+    ) -> Weight:
         weight = Weight(
-            name=name,
+            name=f"{owner}:{name}",
             modules=paths,
-            kind=first.kind,
+            kind=info.kind,
             shape=shape,
             out_sizes=tuple(sizes),
-            dtype=first.dtype,
-            has_bias=first.has_bias,
-            activations=first.activations,
+            dtype=info.dtype,
+            has_bias=info.has_bias,
+            activations=info.activations,
             owner=owner,
         )
-        return self.network.weights.setdefault(name, weight)
+        return self.network.weights.setdefault(weight.name, weight)
 
     def _infos(
         self,
@@ -433,6 +483,23 @@ class Graph:
             self._source.describe(self._path(module), owner, _weight_shape(size, in_features))
             for module, size in zip(modules, sizes, strict=True)
         ]
+
+    def _checked_infos(
+        self,
+        modules: Sequence[str],
+        sizes: Sequence[int],
+        in_features: int | None,
+        owner: Owner,
+    ) -> list[WeightInfo]:
+        infos = self._infos(modules, sizes, in_features, owner)
+        for module, size, info in zip(modules, sizes, infos, strict=True):
+            implied = _weight_shape(size, in_features)
+            if info.shape != implied:
+                raise NetworkError(
+                    f"{self._path(module)}: the checkpoint holds {list(info.shape)}, "
+                    f"config.json implies {list(implied)}"
+                )
+        return infos
 
     def _constant(self, name: str, values: Sequence[float]) -> str:
         if self.network.constants.setdefault(name, list(values)) != list(values):

@@ -34,8 +34,9 @@ class Tensor:
 class Weight:
     """One module of a checkpoint, or several fused along out_features.
 
-    shape is [out_features, in_features], or [features] for a norm's vector, and
-    out_sizes is each module's part of the first axis; dtype is that of the stored
+    shape is [out_features, in_features], [features] for a vector such as a norm's, or
+    [experts, out_features, in_features] for the equal linears of a layer's experts, and
+    out_sizes is each module's part of out_features; dtype is that of the stored
     elements ("bfloat16", "float16", "float32", "nvfp4"). ``activations`` is what an
     NVFP4 linear rounds its input to; None for dense weights. ``owner`` says which
     checkpoint: a drafter borrows the target's embedding and head.
@@ -50,7 +51,30 @@ class Weight:
     has_bias: bool
     activations: Activations | None
     owner: Owner
-    part: str = "weight"  # the module's tensor, where it is a vector
+
+    @property
+    def num_rows(self) -> int:
+        """out_features of all its modules together."""
+        return sum(self.out_sizes)
+
+    @property
+    def experts(self) -> int:
+        """How many experts the weight stacks; 0 where it is a single one."""
+        return self.shape[0] if len(self.shape) == 3 else 0
+
+    def modules_of(self, expert: int) -> tuple[str, ...]:
+        """The modules of one expert."""
+        count = len(self.modules) // self.experts
+        return self.modules[expert * count : (expert + 1) * count]
+
+
+# Parameters that are tensors by themselves, not the ``weight`` of a module.
+_PARAMETERS = ("e_score_correction_bias", "pre_quant_scale")
+
+
+def tensor_name(module: str) -> str:
+    """The checkpoint's tensor that holds a module's weight."""
+    return module if module.endswith(_PARAMETERS) else f"{module}.weight"
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,16 @@ class RopeTable:
 def rope_table(
     name: str,
     config: Mapping[str, Any],
-    rotary_dim: int,
+    head_dim: int,
     *,
+    partial: float | None = None,
     interleaved: bool = False,
 ) -> RopeTable:
     """Read the rotary parameters of a Hugging Face config.
 
     Newer files hold ``rope_parameters``; older ones ``rope_theta`` and ``rope_scaling``.
+    ``partial`` is the family's default ``partial_rotary_factor``, the part of a head that
+    turns; None: the family knows no such parameter, and heads turn whole.
 
     Raises:
         NetworkError: an unknown rope_type, or a missing or invalid parameter.
@@ -49,12 +52,7 @@ def rope_table(
         raise NetworkError(
             f"config.json: rope_type {kind!r} is not supported; known: {', '.join(_KINDS)}"
         )
-    for where in (config, params):
-        if where.get("partial_rotary_factor") not in (None, 1):
-            raise NetworkError(
-                f"config.json: partial_rotary_factor {where['partial_rotary_factor']!r} is not "
-                "supported; only 1 is"
-            )
+    rotary_dim = _rotary_dim(params, config, head_dim, partial)
     theta = _number(params, "rope_theta")
     base = [theta ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]
     try:
@@ -67,6 +65,29 @@ def rope_table(
     if not finite:
         raise NetworkError(f"config.json: rope parameters {params!r} give no finite frequencies")
     return RopeTable(name, tuple(inv_freq), scaling, interleaved)
+
+
+def _rotary_dim(
+    params: Mapping[str, Any], config: Mapping[str, Any], head_dim: int, partial: float | None
+) -> int:
+    """head_dim * partial_rotary_factor, which newer files keep among the rope parameters."""
+    for where in (params, config):
+        factor = where.get("partial_rotary_factor")
+        if factor is None:
+            continue
+        if partial is None and factor != 1:
+            raise NetworkError(
+                f"config.json: partial_rotary_factor {factor!r} is not supported; only 1 is"
+            )
+        partial = _number(where, "partial_rotary_factor")
+        break
+    rotary_dim = int(head_dim * (partial or 1.0))
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise NetworkError(
+            f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} leaves "
+            f"{rotary_dim} rotary dimensions; an even number up to head_dim is needed"
+        )
+    return rotary_dim
 
 
 _Scaled = tuple[list[float], float]

@@ -82,6 +82,17 @@ void bind_ddtree(nb::module_& parent) {
                    [](nb::handle_t<ddtree::Tree> self) {
                      return view(nb::cast<const ddtree::Tree&>(self).parents, self);
                    })
+      .def_prop_ro("log_probs",
+                   [](nb::handle_t<ddtree::Tree> self) {
+                     return view(nb::cast<const ddtree::Tree&>(self).log_probs, self);
+                   })
+      .def(
+          "first",
+          [](ddtree::Tree tree, int32_t nodes) {
+            tree.keep_first(nodes);
+            return tree;
+          },
+          "nodes"_a)
       .def("packed_mask",
            [](const ddtree::Tree& tree) {
              const size_t rows = tree.parents.size();
@@ -113,19 +124,24 @@ void bind_ddtree(nb::module_& parent) {
 
   m.def(
       "build_tree",
-      [](const Input<float, 2>& logits, int32_t budget, int32_t top_k, int32_t num_threads) {
+      [](const Input<float, 2>& logits, int32_t budget, int32_t top_k, int32_t num_threads,
+         bool chain_seed) {
         const TopK ranked = rank(logits, top_k, num_threads);
-        return ddtree::build_tree(ranked.log_probs, ranked.token_ids, ranked.depth, top_k, budget);
+        return ddtree::build_tree(ranked.log_probs, ranked.token_ids, ranked.depth, top_k, budget,
+                                  chain_seed);
       },
-      "logits"_a, "budget"_a, "top_k"_a, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>());
+      "logits"_a, "budget"_a, "top_k"_a, "num_threads"_a, "chain_seed"_a,
+      nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
       "build_tree_from_top_k",
-      [](const Input<float, 2>& log_probs, const Input<int32_t, 2>& token_ids, int32_t budget) {
+      [](const Input<float, 2>& log_probs, const Input<int32_t, 2>& token_ids, int32_t budget,
+         bool chain_seed) {
         return ddtree::build_tree(span(log_probs), span(token_ids), extent(log_probs, 0),
-                                  extent(log_probs, 1), budget);
+                                  extent(log_probs, 1), budget, chain_seed);
       },
-      "log_probs"_a, "token_ids"_a, "budget"_a, nb::call_guard<nb::gil_scoped_release>());
+      "log_probs"_a, "token_ids"_a, "budget"_a, "chain_seed"_a,
+      nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
       "chain", [](const Input<int32_t, 1>& token_ids) { return ddtree::chain(span(token_ids)); },

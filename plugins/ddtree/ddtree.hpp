@@ -15,11 +15,19 @@ struct Tree {
   std::vector<int32_t> token_ids;  // [n]
   std::vector<int32_t> depths;     // [n] from 1
   std::vector<int32_t> parents;    // [n + 1] rows, parents[row] < row; the root's is -1
+  // [n] of the path from the root, under the product of the marginals. Only from build_tree,
+  // else empty.
+  std::vector<double> log_probs;
 
   int32_t num_rows() const { return static_cast<int32_t>(parents.size()); }
+  // The row of `row`'s child with this token, the lowest of several; -1: there is none.
+  int32_t child(int32_t row, int32_t token_id) const;
   // [n + 1, ceil((n + 1) / 32)]: bit j % 32, from the lowest, of word j / 32 in row i
   // is set where row i attends row j, that is for its ancestors and itself.
   std::vector<int32_t> packed_mask() const;
+  // Keep the first `nodes` nodes; all of them where there are no more. What is left is the
+  // tree that build_tree gives for that smaller budget.
+  void keep_first(int32_t nodes);
 };
 
 struct Walk {
@@ -39,9 +47,11 @@ void top_k_log_probs(std::span<const float> logits, int32_t depth, int32_t vocab
 // The `budget` most probable prefixes under the product of the marginals (section 4
 // of the paper), most probable first; fewer where the prefixes of log-prob above
 // -inf run out. log_probs and token_ids are [depth, top_k]; each row of log_probs must
-// not increase. budget <= 0: the root only.
+// not increase. budget <= 0: the root only. With chain_seed, the first min(depth, budget)
+// nodes are the chain of each depth's first rank instead, and the most probable prefixes
+// besides it follow.
 Tree build_tree(std::span<const float> log_probs, std::span<const int32_t> token_ids, int32_t depth,
-                int32_t top_k, int32_t budget);
+                int32_t top_k, int32_t budget, bool chain_seed = false);
 
 // One node per depth.
 Tree chain(std::span<const int32_t> token_ids);

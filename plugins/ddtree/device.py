@@ -11,6 +11,7 @@ import triton
 
 from trtree.plugins.ddtree.device_top_k import top_k_chunks_kernel, top_k_merge_kernel
 from trtree.plugins.ddtree.device_tree import build_tree_kernel
+from trtree.plugins.ddtree.device_walk import walk_tree_kernel
 
 VOCAB_CHUNK = 2048
 MASK_ROWS = 32
@@ -45,6 +46,24 @@ class DeviceTrees:
         row = requests, width
         mask = tensor(*row, (width + 31) // 32)
         return cls(tensor(requests), tensor(*row), tensor(*row), tensor(*row), mask)
+
+
+@dataclass(frozen=True)
+class DeviceWalks:
+    """Where the target's choices lead, int32, as the commit kernel takes it.
+
+    accepted [requests, width]: rows from the root down, of which num_accepted [requests] count;
+    what lies behind is left as it was. bonus_tokens [requests]: the choice at the last of them,
+    the next tree's root. A stop token or a request's end is the caller's to cut.
+    """
+
+    accepted: torch.Tensor
+    num_accepted: torch.Tensor
+    bonus_tokens: torch.Tensor
+
+    @classmethod
+    def empty(cls, trees: DeviceTrees) -> "DeviceWalks":
+        return cls(*map(torch.zeros_like, (trees.tokens, trees.num_rows, trees.num_rows)))
 
 
 def top_k_log_probs(
@@ -126,6 +145,36 @@ def build_trees(
         FRONTIER=triton.next_power_of_2(width),
         BLOCK_R=MASK_ROWS,
         WORDS=triton.next_power_of_2(words),
+        num_warps=frontier_warps(width),
+    )
+
+
+def walk_trees(trees: DeviceTrees, choices: torch.Tensor, walks: DeviceWalks) -> None:
+    """Walk every request's tree into ``walks``, as ``Tree.walk`` does.
+
+    choices int32 [requests, width]: the target's argmax, or one sample of its distribution, at
+    each row; those past a tree's rows are not read.
+
+    Raises:
+        ValueError: choices are not int32 or not of the trees' shape.
+    """
+    if choices.dtype != torch.int32 or choices.shape != trees.tokens.shape:
+        raise ValueError(
+            f"choices {choices.dtype} {list(choices.shape)}, "
+            f"the trees want int32 {list(trees.tokens.shape)}"
+        )
+    requests, width = choices.shape
+    walk_tree_kernel[(requests,)](
+        trees.num_rows,
+        trees.tokens,
+        trees.parents,
+        choices.contiguous(),
+        width,
+        width,
+        walks.accepted,
+        walks.num_accepted,
+        walks.bonus_tokens,
+        ROWS=triton.next_power_of_2(width),
         num_warps=frontier_warps(width),
     )
 

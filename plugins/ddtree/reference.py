@@ -21,6 +21,7 @@ class ReferenceTree:
     paths: list[RankPath]
     token_ids: list[int]
     parents: list[int]
+    log_probs: list[float]  # of the path from the root to each node
 
     @property
     def depths(self) -> list[int]:
@@ -48,27 +49,34 @@ def top_k_log_probs(
 
 
 def build_tree(
-    log_probs: npt.NDArray[np.float32], token_ids: npt.NDArray[np.int32], budget: int
+    log_probs: npt.NDArray[np.float32],
+    token_ids: npt.NDArray[np.int32],
+    budget: int,
+    *,
+    chain_seed: bool = False,
 ) -> ReferenceTree:
     """Best-first search over log_probs and token_ids [depth, k].
 
-    Ranks of log-prob -inf are never used. Path sums are float64.
+    Ranks of log-prob -inf are never used. Path sums are float64. With chain_seed, paths
+    of rank 0 alone come before all others.
     """
     score = log_probs.astype(np.float64).tolist()
     depth, k = log_probs.shape
     rows: dict[RankPath, int] = {(): 0}
     parents = [-1]
-    heap: list[tuple[float, RankPath]] = []
+    totals: list[float] = []
+    heap: list[tuple[bool, float, RankPath]] = []
 
     def push(total: float, path: RankPath) -> None:
         if total > -np.inf:
-            heapq.heappush(heap, (-total, path))
+            heapq.heappush(heap, (chain_seed and any(path), -total, path))
 
     if depth and k:
         push(score[0][0], (0,))
     while heap and len(rows) <= budget:
-        negated, path = heapq.heappop(heap)
+        _, negated, path = heapq.heappop(heap)
         total = -negated
+        totals.append(total)
         parents.append(rows[path[:-1]])
         rows[path] = len(rows)
         at, rank = len(path) - 1, path[-1]
@@ -78,7 +86,7 @@ def build_tree(
             push(total + score[at + 1][0], (*path, 0))
     paths = list(rows)[1:]
     tokens = [int(token_ids[len(path) - 1, path[-1]]) for path in paths]
-    return ReferenceTree(paths, tokens, parents)
+    return ReferenceTree(paths, tokens, parents, totals)
 
 
 def best_prefixes(log_probs: npt.NDArray[np.float32], budget: int) -> list[RankPath]:

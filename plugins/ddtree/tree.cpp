@@ -56,13 +56,7 @@ class Builder {
           int32_t top_k)
       : log_probs_(log_probs), token_ids_(token_ids), depth_(depth), top_k_(top_k) {}
 
-  Tree build(int32_t budget) {
-    tree_.parents.push_back(-1);
-    ranks_.push_back(-1);
-    if (budget > 0 && depth_ > 0) push({at(0, 0), 0, 0, 1});
-    while (!heap_.empty() && static_cast<int32_t>(tree_.token_ids.size()) < budget) grow();
-    return std::move(tree_);
-  }
+  Tree build(int32_t budget, bool chain_seed);
 
  private:
   // In float64, as all sums of log-probs.
@@ -94,27 +88,33 @@ class Builder {
     --c.depth;
   }
 
-  void grow() {
-    std::pop_heap(heap_.begin(), heap_.end(), worse());
-    const Candidate best = heap_.back();
-    heap_.pop_back();
-    const auto row = tree_.num_rows();
-    const int32_t d = best.depth - 1;
-    tree_.token_ids.push_back(token_ids_[size_t(d) * top_k_ + best.rank]);
-    tree_.depths.push_back(best.depth);
-    tree_.parents.push_back(best.parent);
-    ranks_.push_back(best.rank);
-    if (best.rank + 1 < top_k_) {
-      // The order of these two operations is part of the contract.
-      const double sibling = best.log_prob - at(d, best.rank) + at(d, best.rank + 1);
-      push({sibling, best.parent, best.rank + 1, best.depth});
-    }
-    if (best.depth < depth_) push({best.log_prob + at(d + 1, 0), row, 0, best.depth + 1});
+  // Make a node of a candidate; returns its row.
+  int32_t add(const Candidate& c) {
+    tree_.token_ids.push_back(token_ids_[size_t(c.depth - 1) * top_k_ + c.rank]);
+    tree_.depths.push_back(c.depth);
+    tree_.parents.push_back(c.parent);
+    tree_.log_probs.push_back(c.log_prob);
+    ranks_.push_back(c.rank);
+    return tree_.num_rows() - 1;
   }
 
+  void push_sibling(const Candidate& c) {
+    if (c.rank + 1 == top_k_) return;
+    // The order of these two operations is part of the contract.
+    const double log_prob = c.log_prob - at(c.depth - 1, c.rank) + at(c.depth - 1, c.rank + 1);
+    push({log_prob, c.parent, c.rank + 1, c.depth});
+  }
+
+  // The first child of the node at `row`, made of `c`.
+  Candidate child(const Candidate& c, int32_t row) const {
+    return {c.log_prob + at(c.depth, 0), row, 0, c.depth + 1};
+  }
+
+  // A forbidden token can neither be accepted nor lead to one that can.
+  static bool possible(const Candidate& c) { return c.log_prob > -kInfinity; }
+
   void push(const Candidate& candidate) {
-    // A forbidden token can neither be accepted nor lead to one that can.
-    if (candidate.log_prob == -kInfinity) return;
+    if (!possible(candidate)) return;
     heap_.push_back(candidate);
     std::push_heap(heap_.begin(), heap_.end(), worse());
   }
@@ -127,6 +127,32 @@ class Builder {
   std::vector<int32_t> ranks_;  // of each row
   std::vector<Candidate> heap_;
 };
+
+Tree Builder::build(int32_t budget, bool chain_seed) {
+  tree_.parents.push_back(-1);
+  ranks_.push_back(-1);
+  if (budget <= 0 || depth_ == 0) return std::move(tree_);
+  Candidate first{at(0, 0), 0, 0, 1};
+  if (chain_seed) {
+    while (possible(first) && tree_.num_rows() <= budget) {
+      const int32_t row = add(first);
+      push_sibling(first);
+      if (first.depth == depth_) break;
+      first = child(first, row);
+    }
+  } else {
+    push(first);
+  }
+  while (!heap_.empty() && tree_.num_rows() <= budget) {
+    std::pop_heap(heap_.begin(), heap_.end(), worse());
+    const Candidate best = heap_.back();
+    heap_.pop_back();
+    const int32_t row = add(best);
+    push_sibling(best);
+    if (best.depth < depth_) push(child(best, row));
+  }
+  return std::move(tree_);
+}
 
 using Path = std::vector<int32_t>;
 
@@ -164,8 +190,16 @@ std::vector<int32_t> Tree::packed_mask() const {
   return mask;
 }
 
+void Tree::keep_first(int32_t nodes) {
+  const size_t n = std::min<size_t>(std::max(nodes, 0), token_ids.size());
+  token_ids.resize(n);
+  depths.resize(n);
+  parents.resize(n + 1);
+  if (!log_probs.empty()) log_probs.resize(n);
+}
+
 Tree build_tree(std::span<const float> log_probs, std::span<const int32_t> token_ids, int32_t depth,
-                int32_t top_k, int32_t budget) {
+                int32_t top_k, int32_t budget, bool chain_seed) {
   check_size("log_probs", log_probs.size(), depth, top_k);
   check_size("token_ids", token_ids.size(), depth, top_k);
   if (budget > 0 && depth > 0 && top_k < 1) {
@@ -173,7 +207,7 @@ Tree build_tree(std::span<const float> log_probs, std::span<const int32_t> token
                                 std::to_string(budget));
   }
   check_log_probs(log_probs, depth, top_k);
-  return Builder(log_probs, token_ids, depth, top_k).build(budget);
+  return Builder(log_probs, token_ids, depth, top_k).build(budget, chain_seed);
 }
 
 Tree chain(std::span<const int32_t> token_ids) {
@@ -223,6 +257,13 @@ Tree static_tree(std::span<const Path> choices, std::span<const int32_t> token_i
     tree.parents.push_back(parent);
   }
   return tree;
+}
+
+int32_t Tree::child(int32_t row, int32_t token_id) const {
+  for (int32_t next = row + 1; next < num_rows(); ++next) {
+    if (parents[next] == row && token_ids[next - 1] == token_id) return next;
+  }
+  return -1;
 }
 
 Walk walk(const Tree& tree, std::span<const int32_t> choices) {

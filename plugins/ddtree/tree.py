@@ -44,6 +44,14 @@ class Tree:
         return self._tree.parents  # type: ignore[no-any-return]
 
     @property
+    def log_probs(self) -> npt.NDArray[np.float64]:
+        """[n] float64: of the path from the root to each node, under the product of the marginals.
+
+        Empty for trees that were not built from marginals.
+        """
+        return self._tree.log_probs  # type: ignore[no-any-return]
+
+    @property
     def num_rows(self) -> int:
         """n + 1: the rows a target pass over the tree takes."""
         return len(self.parents)
@@ -56,6 +64,10 @@ class Tree:
         row j: its ancestors and itself. Bit 31 makes the word negative.
         """
         return self._tree.packed_mask()  # type: ignore[no-any-return]
+
+    def first(self, nodes: int) -> "Tree":
+        """The tree's first nodes: what its builder gives for that smaller budget."""
+        return Tree(self._tree.first(_count("nodes", nodes, 0)))
 
     def walk(self, choices: npt.ArrayLike) -> tuple[npt.NDArray[np.int32], int]:
         """Follow the target's own choices down the tree: lossless at any temperature.
@@ -78,6 +90,7 @@ def build_tree(
     budget: int,
     *,
     top_k: int | None = None,
+    chain_seed: bool = False,
     num_threads: int | None = None,
 ) -> Tree:
     """The `budget` most probable prefixes under the product of the marginals.
@@ -85,8 +98,9 @@ def build_tree(
     logits: float32 [depth, vocab], row d for the position d + 1 after the root; -inf
     forbids a token. budget: nodes besides the root, 0 for the root alone; the tree is
     smaller where the prefixes run out. top_k: ranks per depth to consider at most, by
-    default min(budget, vocab), which leaves nothing out. num_threads: see
-    `top_k_log_probs`.
+    default min(budget, vocab), which leaves nothing out. chain_seed: the first min(depth,
+    budget) nodes are the chain of the largest logits instead, and the most probable
+    prefixes besides it follow. num_threads: see `top_k_log_probs`.
 
     Paper, section 4. Raises ValueError for a wrong rank, dtype or shape, a negative
     budget, top_k below 1, and a depth whose logits hold NaN or +inf or only -inf.
@@ -97,10 +111,12 @@ def build_tree(
     threads = _threads(num_threads)
     if budget == 0:
         return chain(np.empty(0, np.int32))
-    return Tree(_core.build_tree(array, budget, min(ranks, array.shape[1]), threads))
+    return Tree(_core.build_tree(array, budget, min(ranks, array.shape[1]), threads, chain_seed))
 
 
-def build_tree_from_top_k(log_probs: npt.ArrayLike, token_ids: npt.ArrayLike, budget: int) -> Tree:
+def build_tree_from_top_k(
+    log_probs: npt.ArrayLike, token_ids: npt.ArrayLike, budget: int, *, chain_seed: bool = False
+) -> Tree:
     """`build_tree` from what `top_k_log_probs` gives.
 
     log_probs: float32 [depth, k], no row increasing; -inf marks ranks that are not to be
@@ -111,7 +127,7 @@ def build_tree_from_top_k(log_probs: npt.ArrayLike, token_ids: npt.ArrayLike, bu
     ids = _integers("token_ids", token_ids, ("depth", "k"))
     if ranked.shape != ids.shape:
         raise ValueError(f"log_probs {ranked.shape} and token_ids {ids.shape} differ in shape")
-    return Tree(_core.build_tree_from_top_k(ranked, ids, _count("budget", budget, 0)))
+    return Tree(_core.build_tree_from_top_k(ranked, ids, _count("budget", budget, 0), chain_seed))
 
 
 def top_k_log_probs(

@@ -41,6 +41,11 @@ class Input {
  public:
   // x float32 [rows, K], `x_stride` floats between rows.
   void assign(const float* x, int64_t rows, int64_t k, int64_t x_stride);
+  // Rows of another input.
+  void select(const Input& from, std::span<const int64_t> rows) {
+    buffer_.select(from.buffer_, rows);
+    in_features_ = from.in_features_;
+  }
 
   int64_t rows() const { return buffer_.rows(); }
   int64_t in_features() const { return in_features_; }

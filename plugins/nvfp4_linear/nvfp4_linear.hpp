@@ -44,6 +44,12 @@ class Input {
   // W4A16: rounded to bf16, ties to even; magnitudes under 2^-100 become zero.
   void round_to_bf16(const float* x, int64_t rows, int64_t k, int64_t x_stride, Parallel& parallel,
                      Isa isa);
+  // Rows of another input, as they were prepared.
+  void select(const Input& from, std::span<const int64_t> rows) {
+    buffer_.select(from.buffer_, rows);
+    in_features_ = from.in_features_;
+    input_scale_ = from.input_scale_;
+  }
 
   int64_t rows() const { return buffer_.rows(); }
   int64_t in_features() const { return in_features_; }

@@ -15,9 +15,8 @@ from rich.table import Table
 
 from trtree.plugins.tree_attention import specs
 from trtree.plugins.tree_attention.aot import KernelSpec, compile_kernel
-from trtree.plugins.tree_attention.tiles import FP8_MIN_SM, SHARED_LIMIT, SMS
+from trtree.plugins.tree_attention.tiles import FP8_MIN_SM, HEAD_DIMS, SHARED_LIMIT, SMS
 
-HEAD_DIMS = (64, 128, 192, 256)
 # The shapes reported: a budget-16 tree on a layer like Qwen3's, its vocabulary.
 ROWS, KV_HEADS, GROUP, PAGE_SIZE, WINDOW = 17, 8, 4, 64, 4096
 TOP_K, VOCAB = 16, 151936
@@ -54,6 +53,7 @@ def tree_specs() -> Iterator[KernelSpec]:
     yield specs.top_k_merge_spec(TOP_K, VOCAB)
     for width in TREE_WIDTHS:
         yield specs.build_tree_spec(width)
+        yield specs.walk_tree_spec(width)
 
 
 def report(

@@ -9,6 +9,7 @@ import triton.language as tl
 from trtree.plugins.ddtree import device as ddtree
 from trtree.plugins.ddtree.device_top_k import top_k_chunks_kernel, top_k_merge_kernel
 from trtree.plugins.ddtree.device_tree import build_tree_kernel
+from trtree.plugins.ddtree.device_walk import walk_tree_kernel
 from trtree.plugins.tree_attention.aot import KernelSpec
 from trtree.plugins.tree_attention.kernels.append import tree_kv_append_kernel
 from trtree.plugins.tree_attention.kernels.attention import tree_attention_kernel
@@ -224,6 +225,21 @@ def build_tree_spec(width: int) -> KernelSpec:
             "BLOCK_R": ddtree.MASK_ROWS,
             "WORDS": _power_of_two((width + 31) // 32),
         },
+        num_warps=ddtree.frontier_warps(width),
+    )
+
+
+def walk_tree_spec(width: int) -> KernelSpec:
+    inputs, outputs = "num_rows row_tokens parents choices", "accepted num_accepted bonus_tokens"
+    return KernelSpec(
+        f"ddtree_walk_tree_{width}",
+        walk_tree_kernel,
+        {
+            **dict.fromkeys(inputs.split(), "*i32"),
+            **dict.fromkeys(("width", "max_accepted"), "i32"),
+            **dict.fromkeys(outputs.split(), "*i32"),
+        },
+        {"ROWS": _power_of_two(width)},
         num_warps=ddtree.frontier_warps(width),
     )
 

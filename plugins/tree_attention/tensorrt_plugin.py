@@ -39,8 +39,11 @@ _TRT_TYPES = {
     "*i32": "int32",
 }
 
-# Tensor descriptions of TensorRT's by argument name.
+# Tensors, or TensorRT's descriptions of them, by the kernels' argument names.
 Tensors = Mapping[str, Any]
+
+# Names a layer just added, and refuses None, TensorRT's way to say no.
+Named = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -178,24 +181,48 @@ def register_plugins(trt: Any, trtp: Any, cache: Path | None = None) -> None:
         trtp.aot_impl(plugin.plugin_id)(_implement(plugin, trtp, cache))
 
 
+def add_append(
+    network: Any, trtp: Any, layer: PluginLayer, tensors: Tensors, named: Named | None = None
+) -> dict[str, Any]:
+    """Append alone, as a drafter's context wants it; returns its outputs by name.
+
+    A layer with a ``group`` of 0 has no queries: ``q`` is then any tensor of as many rows, and
+    ``q_out`` is not written.
+    """
+    return _add(network, trtp, PLUGINS[0], layer, tensors, named)
+
+
 def add_attention(
-    network: Any, trtp: Any, layer: PluginLayer, tensors: Tensors
-) -> tuple[Any, Any, Any]:
+    network: Any, trtp: Any, layer: PluginLayer, tensors: Tensors, named: Named | None = None
+) -> dict[str, Any]:
     """The three layers on the network's tensors, named as the kernels' arguments.
 
-    Returns (attention's output [rows, heads, head_dim], k cache, v cache); the caches are to
-    be marked as network outputs, and the builder's ALIASED_PLUGIN_IO_10_03 preview feature
-    to be set.
+    Returns those and the outputs, of which ``q`` is turned, ``out`` [rows, heads, head_dim] the
+    result, and ``k_cache`` and ``v_cache`` are to be marked as network outputs. The builder's
+    ALIASED_PLUGIN_IO_10_03 preview feature is to be set.
     """
     known = dict(tensors)
     for plugin in PLUGINS:
-        arguments = [known[name] for name in plugin.input_names]
-        call = getattr(trtp.op.trtree, plugin.name)(*arguments, layer=layer.to_json())
-        added = network.add_plugin(call, aot=True)
-        outputs = [added.get_output(i) for i in range(len(plugin.output_names))]
-        known |= dict(zip(plugin.output_names, outputs, strict=True))
-        known["q"] = known["q_out"]
-    return known["out"], known["k_cache"], known["v_cache"]
+        known |= _add(network, trtp, plugin, layer, known, named)
+        if layer.config.rotary_dim:  # else append leaves q alone, and q_out unwritten
+            known["q"] = known["q_out"]
+    return known
+
+
+def _add(
+    network: Any,
+    trtp: Any,
+    plugin: Plugin,
+    layer: PluginLayer,
+    tensors: Tensors,
+    named: Named | None,
+) -> dict[str, Any]:
+    arguments = [tensors[name] for name in plugin.input_names]
+    call = getattr(trtp.op.trtree, plugin.name)(*arguments, layer=layer.to_json())
+    added = network.add_plugin(call, aot=True)
+    if named:
+        added = named(plugin.name, added)
+    return {name: added.get_output(index) for index, name in enumerate(plugin.output_names)}
 
 
 def _describe(plugin: Plugin, trt: Any, trtp: Any) -> Callable[..., tuple[Any, ...]]:

@@ -194,7 +194,7 @@ def check_case(case: AttentionCase, deadline: float) -> str | None:
 
 
 def check_trees() -> dict[str, str]:
-    """Device trees of a real vocabulary against the reference in Python, by width."""
+    """Device trees of a real vocabulary, and walks, against the reference in Python, by width."""
     from trtree.plugins.ddtree import device
 
     logits = tree_logits()
@@ -206,10 +206,18 @@ def check_trees() -> dict[str, str]:
         _, expected_ids = tree_reference.top_k_log_probs(logits.cpu().numpy(), k)
         tree = tree_reference.build_tree(log_probs.cpu().numpy(), expected_ids, width - 1)
         rows = int(trees.num_rows)
+        choices = trees.tokens.clone()
+        for row in range(rows - 1, 0, -1):  # down the tree, by first children
+            choices[0, tree.parents[row]] = tree.token_ids[row - 1]
+        walks = device.DeviceWalks.empty(trees)
+        device.walk_trees(trees, choices, walks)
+        path, bonus = tree_reference.walk(tree.token_ids, tree.parents, choices[0, :rows].tolist())
         same = (
             (token_ids.cpu().numpy() == expected_ids).all()
             and trees.parents[0, :rows].tolist() == tree.parents
             and trees.tokens[0, 1:rows].tolist() == tree.token_ids
+            and walks.accepted[0, : int(walks.num_accepted)].tolist() == path
+            and int(walks.bonus_tokens) == bonus
         )
         result[str(width)] = "equal" if same else "DIFFERENT"
     return result

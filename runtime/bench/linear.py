@@ -74,7 +74,7 @@ class Case:
     scale: float
 
 
-def _random_bytes(size: int, huge_pages: bool) -> Bytes:
+def random_bytes(size: int, huge_pages: bool) -> Bytes:
     """Any of them is a valid code and a valid block scale."""
     memory = mmap.mmap(-1, size)
     if huge_pages:
@@ -92,7 +92,7 @@ def _linear_cases(
     layer = shape.layer()
     sizes = [nvfp4_linear.packed_size(o, k) for o, k, _ in layer]
     measured = max(1, min(shape.layers, round(_MEASURED_BYTES / sum(sizes))))
-    data = _random_bytes(measured * sum(sizes), args.huge_pages)
+    data = random_bytes(measured * sum(sizes), args.huge_pages)
     starts = np.cumsum([0, *sizes * measured])
     linears = [
         (data[start : start + size], *linear)
@@ -117,7 +117,7 @@ def _lm_head_case(
 ) -> Case:
     columns = min(shape.vocab, round(_MEASURED_BYTES / shape.hidden / 2))
     size = dense_linear.packed_size(columns, shape.hidden, torch.bfloat16)
-    data = _random_bytes(size, args.huge_pages)
+    data = random_bytes(size, args.huge_pages)
 
     def time(rows: int) -> float:
         seconds: float = _core.linear_bench.time_dense(
@@ -183,7 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     parallel = _core.ThreadPool(args.threads)
-    unread = _random_bytes(round(_MEASURED_BYTES), args.huge_pages)
+    unread = random_bytes(round(_MEASURED_BYTES), args.huge_pages)
     cases: list[Case] = []
     for name in args.models:
         cases += _linear_cases(name, MODELS[name], parallel, args)

@@ -47,14 +47,17 @@ ddtree::Tree draft_tree(const Capabilities& capabilities, const SpeculativeConfi
     token_ids.insert(token_ids.end(), draft.token_ids.begin() + first,
                      draft.token_ids.begin() + first + top_k);
   }
-  if (config.mode == DecodingMode::kChain) return ddtree::chain(token_ids);  // its top_k is 1
+  if (config.mode == DecodingMode::kChain) {
+    return ddtree::build_tree(log_probs, token_ids, depth, top_k, depth);  // its top_k is 1
+  }
   if (config.tree == TreeKind::kStatic) {
     std::vector<std::vector<int32_t>> choices;
     std::copy_if(static_choices.begin(), static_choices.end(), std::back_inserter(choices),
                  [&](const auto& path) { return static_cast<int32_t>(path.size()) <= depth; });
     return ddtree::static_tree(choices, token_ids, depth, top_k);
   }
-  return ddtree::build_tree(log_probs, token_ids, depth, top_k, config.tree_budget);
+  return ddtree::build_tree(log_probs, token_ids, depth, top_k, config.tree_budget,
+                            config.chain_seed);
 }
 
 }  // namespace trtree

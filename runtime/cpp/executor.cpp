@@ -1,9 +1,9 @@
 #include "runtime/cpp/executor.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <numeric>
-#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -13,36 +13,35 @@
 
 namespace trtree {
 
-// A request that holds a slot and pages. Its tokens are the prompt followed by the
-// output; the first committed_length of them are committed, and while decoding exactly
-// one, the bonus token, is not.
-struct Executor::Active {
-  Request request;
-  Sequence sequence;
-  std::vector<int32_t> tokens;
-  RequestStatistics statistics;
-  // This round's rows: a prompt chunk, or a draft tree.
-  std::vector<int32_t> chunk;
-  ddtree::Tree tree;
+namespace {
 
-  int32_t num_output() const {
-    return static_cast<int32_t>(tokens.size() - request.prompt_token_ids.size());
-  }
-  int32_t tokens_wanted() const { return request.max_tokens - num_output(); }
-  bool prefilling() const { return num_output() == 0; }
-  int32_t prompt_left() const {
-    return static_cast<int32_t>(request.prompt_token_ids.size()) - sequence.committed_length;
-  }
-};
+const auto by_arrival = [](const auto& a, const auto& b) { return a->request_id < b->request_id; };
+
+auto find(auto& requests, int64_t request_id) {
+  return std::find_if(requests.begin(), requests.end(),
+                      [&](const auto& request) { return request->request_id == request_id; });
+}
+
+// Prompt rows of one step. Where log-probs of the prompt are wanted, each row brings the
+// logits of the whole vocabulary: 64 MiB of them at most.
+int32_t chunk_limit(const ActiveRequest& request, const Capabilities& capabilities) {
+  constexpr int32_t kMostLogits = (64 << 20) / sizeof(float);
+  if (request.request.output.prompt_log_probs < 0) return capabilities.max_num_rows;
+  return std::max(1, kMostLogits / capabilities.vocab_size);
+}
+
+}  // namespace
 
 Executor::Executor(Engine& engine, ExecutorConfig config)
     : engine_(engine),
-      capabilities_(engine.capabilities()),
+      capabilities_((check_capabilities(engine.capabilities()), engine.capabilities())),
       config_(std::move(config)),
-      pages_(capabilities_.kv_layout == KvLayout::kPaged ? capabilities_.num_pages : 0) {
-  check_capabilities(capabilities_);
+      pages_(paged() ? capabilities_.num_pages : 0, paged() ? capabilities_.page_size : 1,
+             paged() && config_.kv_cache_config.enable_block_reuse) {
+  if (config_.cost_model) adaptive_.emplace(*config_.cost_model);
   free_slots_.resize(capabilities_.max_batch_size);
   std::iota(free_slots_.rbegin(), free_slots_.rend(), 0);
+  statistics_.total_pages = pages_.num_free();
   publish_statistics();
 }
 
@@ -50,28 +49,41 @@ Executor::~Executor() = default;
 
 int64_t Executor::enqueue_request(Request request) {
   check_request(request, capabilities_, config_);
-  const int32_t pages = pages_for(request);
-  if (capabilities_.kv_layout == KvLayout::kPaged && pages > capabilities_.num_pages) {
+  const auto most_tokens =
+      static_cast<int32_t>(request.prompt_token_ids.size()) + request.max_tokens;
+  const int32_t pages = pages_for(request, most_tokens);
+  if (paged() && pages > capabilities_.num_pages) {
     throw std::invalid_argument("the request needs " + std::to_string(pages) +
                                 " KV pages, the engine has " +
                                 std::to_string(capabilities_.num_pages) +
                                 "; lower max_tokens or build with more kv_tokens");
   }
   const std::lock_guard lock(mailbox_);
-  arrivals_.emplace_back(next_id_, std::move(request));
+  if (shut_down_) throw std::runtime_error("the executor has been shut down");
+  const auto waiting = published_.queued_requests + static_cast<int32_t>(arrivals_.size());
+  if (config_.max_queue_size > 0 && waiting >= config_.max_queue_size) {
+    throw QueueFull(std::to_string(waiting) + " requests wait already, max_queue_size is " +
+                    std::to_string(config_.max_queue_size));
+  }
+  arrivals_.push_back(std::make_unique<ActiveRequest>(next_id_, std::move(request)));
+  mail_.notify_one();
   return next_id_++;
 }
 
-std::vector<Response> Executor::await_responses() {
+std::vector<Response> Executor::await_responses(double timeout_seconds) {
   const std::lock_guard lock(round_);
   std::vector<Response> responses;
   while (responses.empty()) {
     responses = take_mail();
     admit();
-    if (!responses.empty() || active_.empty()) break;
-    const std::vector<Active*> scheduled = schedule();
-    draft(scheduled);
-    responses = verify(scheduled);
+    if (!responses.empty()) break;
+    if (active_.empty()) {
+      publish_statistics();
+      if (!await_mail(timeout_seconds)) break;
+      continue;
+    }
+    responses = run_round(schedule());
+    retire(responses);
     publish_statistics();
   }
   publish_statistics();
@@ -81,6 +93,27 @@ std::vector<Response> Executor::await_responses() {
 void Executor::cancel_request(int64_t request_id) {
   const std::lock_guard lock(mailbox_);
   cancellations_.push_back(request_id);
+  mail_.notify_one();
+}
+
+void Executor::shutdown() {
+  const std::lock_guard lock(mailbox_);
+  shut_down_ = true;
+  mail_.notify_one();
+}
+
+std::vector<RoundRecord> Executor::take_rounds() {
+  const std::lock_guard lock(mailbox_);
+  return std::exchange(rounds_, {});
+}
+
+// Whether anything came before the timeout.
+bool Executor::await_mail(double timeout_seconds) {
+  std::unique_lock lock(mailbox_);
+  const auto some = [&] { return !arrivals_.empty() || !cancellations_.empty(); };
+  mail_.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
+                 [&] { return some() || shut_down_; });
+  return some();
 }
 
 // Queue what arrived, end what was cancelled; a last response for each of the latter.
@@ -92,6 +125,11 @@ std::vector<Response> Executor::take_mail() {
                   std::make_move_iterator(arrivals_.end()));
     arrivals_.clear();
     cancellations.swap(cancellations_);
+    if (shut_down_) {
+      for (const Requests* requests : {&queue_, &active_}) {
+        for (const auto& request : *requests) cancellations.push_back(request->request_id);
+      }
+    }
   }
   std::vector<Response> responses;
   for (const int64_t request_id : cancellations) {
@@ -103,21 +141,17 @@ std::vector<Response> Executor::take_mail() {
 
 // Not finished: there is no such request.
 Response Executor::cancel(int64_t request_id) {
-  Response response{request_id, {}, FinishReason::kNotFinished, {}};
-  const auto queued = std::find_if(queue_.begin(), queue_.end(),
-                                   [&](const auto& entry) { return entry.first == request_id; });
-  if (queued != queue_.end()) {
-    queue_.erase(queued);
+  Response response{.request_id = request_id};
+  for (Requests* requests : {&queue_, &active_}) {
+    const auto found = find(*requests, request_id);
+    if (found == requests->end()) continue;
+    response.statistics = (*found)->statistics;
     response.finish_reason = FinishReason::kCancelled;
-    return response;
+    leave(**found);
+    requests->erase(found);
+    ++statistics_.cancelled_requests;
+    break;
   }
-  const auto active = std::find_if(active_.begin(), active_.end(), [&](const auto& request) {
-    return request->sequence.request_id == request_id;
-  });
-  if (active == active_.end()) return response;
-  response.statistics = (*active)->statistics;
-  response.finish_reason = FinishReason::kCancelled;
-  retire({response});
   return response;
 }
 
@@ -132,15 +166,15 @@ void Executor::publish_statistics() {
   statistics_.active_requests = static_cast<int32_t>(active_.size());
   statistics_.queued_requests = static_cast<int32_t>(queue_.size());
   statistics_.free_pages = pages_.num_free();
+  statistics_.cached_pages = pages_.num_cached();
   const std::lock_guard lock(mailbox_);
   published_ = statistics_;
 }
 
-// All pages a request can ever need: its tokens, and behind the last one the rows of a
-// verify step or of the drafter's block.
-int32_t Executor::pages_for(const Request& request) const {
-  if (capabilities_.kv_layout != KvLayout::kPaged) return 0;
-  const int32_t tokens = static_cast<int32_t>(request.prompt_token_ids.size()) + request.max_tokens;
+// Pages for this many tokens, and behind the last one the rows of a verify step or of the
+// drafter's block.
+int32_t Executor::pages_for(const Request& request, int32_t tokens) const {
+  if (!paged()) return 0;
   const int32_t headroom =
       std::max(verify_rows(capabilities_, request.speculative), capabilities_.block_size);
   return (tokens + headroom + capabilities_.page_size - 1) / capabilities_.page_size;
@@ -148,177 +182,146 @@ int32_t Executor::pages_for(const Request& request) const {
 
 // First come, first served: a large request is not overtaken by smaller ones behind it.
 void Executor::admit() {
-  while (!queue_.empty() && !free_slots_.empty()) {
-    auto& [request_id, request] = queue_.front();
-    auto pages = pages_.allocate(pages_for(request));
-    if (!pages) return;
-    auto active = std::make_unique<Active>();
-    active->sequence = {request_id, free_slots_.back(), 0, std::move(*pages)};
-    active->tokens = request.prompt_token_ids;
-    active->request = std::move(request);
-    free_slots_.pop_back();
+  while (!queue_.empty() && !free_slots_.empty() && admit(*queue_.front())) {
+    const auto at = std::upper_bound(active_.begin(), active_.end(), queue_.front(), by_arrival);
+    active_.insert(at, std::move(queue_.front()));
     queue_.pop_front();
-    active_.push_back(std::move(active));
   }
 }
 
-// Who runs this round: decoding requests first, then prompt chunks in the rows left; of
-// each kind, those that did not fit in the last round come first.
-std::vector<Executor::Active*> Executor::schedule() {
-  int32_t rows_left = capabilities_.max_num_rows;
-  std::vector<Active*> scheduled;
-  for (const bool prefill : {false, true}) {
-    for (const auto& request : active_) {
-      if (request->prefilling() != prefill) continue;
-      const int32_t rows = prefill ? std::min(rows_left, request->prompt_left())
-                                   : verify_rows(capabilities_, request->request.speculative);
-      if (rows == 0 || rows > rows_left) continue;
-      if (prefill) {
-        const auto first = request->tokens.begin() + request->sequence.committed_length;
-        request->chunk.assign(first, first + rows);
-      }
-      rows_left -= rows;
-      scheduled.push_back(request.get());
-    }
+// A request gets in with room for all its tokens so far, so that it is not pre-empted
+// before it has decoded any.
+bool Executor::admit(ActiveRequest& request) {
+  const bool no_evict = config_.scheduler_config.capacity_scheduler_policy ==
+                        CapacitySchedulerPolicy::kGuaranteedNoEvict;
+  const int32_t tokens =
+      no_evict ? request.num_prompt() + request.request.max_tokens : request.num_tokens();
+  const int32_t pages = pages_for(request.request, tokens);
+  // At least one row has to run; a prompt whose log-probs are wanted has to run whole.
+  if (request.request.output.prompt_log_probs < 0) {
+    const auto reusable = std::span(request.tokens).first(request.num_tokens() - 1);
+    request.committed_length =
+        pages_.acquire_prefix(request.lease, reusable, request.speculative());
   }
-  std::stable_partition(active_.begin(), active_.end(), [&](const auto& request) {
-    return std::find(scheduled.begin(), scheduled.end(), request.get()) == scheduled.end();
+  const int32_t missing = pages - static_cast<int32_t>(request.lease.pages.size());
+  if (missing > pages_.num_available() || (no_evict && !pages_.grow(request.lease, pages))) {
+    pages_.release(request.lease);
+    request.committed_length = 0;
+    return false;
+  }
+  if (request.statistics.preemptions == 0) {
+    request.statistics.queue_seconds =
+        std::chrono::duration<double>(ActiveRequest::Clock::now() - request.arrived).count();
+    request.statistics.cached_tokens = request.committed_length;
+    statistics_.prompt_tokens += request.num_prompt();
+    statistics_.cached_prompt_tokens += request.committed_length;
+  }
+  request.statistics.inexact_tree_state = request.request.speculative.mode == DecodingMode::kTree &&
+                                          capabilities_.tree_state == TreeState::kInexact;
+  request.slot = free_slots_.back();
+  free_slots_.pop_back();
+  return true;
+}
+
+// Who runs this round: those that found no room in the last ones, then decoding requests,
+// then prompt chunks in the rows left. A prompt that goes before decoding requests leaves
+// them half the rows.
+std::vector<ActiveRequest*> Executor::schedule() {
+  std::vector<ActiveRequest*> order;
+  for (const auto& request : active_) order.push_back(request.get());
+  std::stable_sort(order.begin(), order.end(), [](const auto* a, const auto* b) {
+    return std::pair(-a->rounds_skipped, a->prefilling()) <
+           std::pair(-b->rounds_skipped, b->prefilling());
   });
+  choose_drafting(order);
+  const bool decoding =
+      std::any_of(order.begin(), order.end(), [](const auto* r) { return !r->prefilling(); });
+
+  int32_t rows_left = capabilities_.max_num_rows;
+  std::vector<ActiveRequest*> scheduled;
+  for (ActiveRequest* request : order) {
+    if (request->slot < 0) continue;  // pre-empted for one before it
+    const bool first = request->rounds_skipped++ > 0;
+    int32_t rows;
+    if (request->prefilling()) {
+      rows = std::min({rows_left, request->prefill_left(), chunk_limit(*request, capabilities_)});
+      if (first && decoding) rows = std::min(rows, std::max(1, capabilities_.max_num_rows / 2));
+      request->chunk = rows;
+    } else {
+      request->chunk = 0;
+      // An adaptive tree's nodes share the rows that are left over.
+      rows = request->adaptive() ? 1 : verify_rows(capabilities_, request->drafting);
+    }
+    if (rows == 0 || rows > rows_left || !make_room(*request, scheduled)) continue;
+    request->rounds_skipped = 0;
+    rows_left -= rows;
+    scheduled.push_back(request);
+  }
+  for (auto request = active_.begin(); request != active_.end();) {
+    if ((*request)->slot >= 0) {
+      ++request;
+      continue;
+    }
+    const auto at = std::upper_bound(queue_.begin(), queue_.end(), *request, by_arrival);
+    queue_.insert(at, std::move(*request));
+    request = active_.erase(request);
+  }
   return scheduled;
 }
 
-// One drafter pass for all decoding requests that can use one.
-void Executor::draft(const std::vector<Active*>& scheduled) {
-  std::vector<Active*> drafted;
-  std::vector<DraftRequest> requests;
-  int32_t top_k = 1;
-  for (Active* request : scheduled) {
-    if (request->prefilling()) continue;
-    request->tree = ddtree::chain({});
-    const SpeculativeConfig& config = request->request.speculative;
-    if (useful_depth(capabilities_, config, request->tokens_wanted()) == 0) continue;
-    drafted.push_back(request);
-    requests.push_back({request->sequence, request->tokens.back()});
-    top_k = std::max(top_k, draft_top_k(capabilities_, config));
-  }
-  if (drafted.empty()) return;
-  const DraftResult result = engine_.draft(requests, top_k);
-  ++statistics_.drafter_forwards;
-  check_draft(result, requests.size(), top_k);
-  for (size_t i = 0; i < drafted.size(); ++i) {
-    Active& request = *drafted[i];
-    const SpeculativeConfig& config = request.request.speculative;
-    const int32_t depth =
-        std::min(result.depth, useful_depth(capabilities_, config, request.tokens_wanted()));
-    request.tree = draft_tree(capabilities_, config, result, static_cast<int32_t>(i), depth,
-                              config_.medusa_choices);
+// What each decoding request drafts in this round, by its policy.
+void Executor::choose_drafting(std::span<ActiveRequest* const> requests) {
+  const auto decoding = static_cast<int32_t>(std::count_if(
+      requests.begin(), requests.end(), [](const auto* r) { return !r->prefilling(); }));
+  const int32_t load_rows =
+      config_.load_rows > 0 ? config_.load_rows : default_load_rows(capabilities_);
+  for (ActiveRequest* request : requests) {
+    request->drafting = request->request.speculative;
+    if (request->drafting.policy == BudgetPolicy::kLoad) {
+      request->drafting = under_load(request->drafting, capabilities_, decoding, load_rows);
+    }
   }
 }
 
-std::vector<Response> Executor::verify(const std::vector<Active*>& scheduled) {
-  std::vector<SegmentRequest> segments;
-  for (const Active* request : scheduled) {
-    SegmentRequest segment{request->sequence, {}, {}, {}, false};
-    if (request->prefilling()) {
-      segment.token_ids = request->chunk;
-      segment.parents.resize(request->chunk.size());
-      std::iota(segment.parents.begin(), segment.parents.end(), -1);
-      const auto rows = static_cast<int32_t>(request->chunk.size());
-      if (rows == request->prompt_left()) segment.output_rows = {rows - 1};
-    } else {
-      segment.token_ids = {request->tokens.back()};
-      segment.token_ids.insert(segment.token_ids.end(), request->tree.token_ids.begin(),
-                               request->tree.token_ids.end());
-      segment.parents = request->tree.parents;
-      segment.output_rows.resize(segment.token_ids.size());
-      std::iota(segment.output_rows.begin(), segment.output_rows.end(), 0);
-    }
-    segments.push_back(std::move(segment));
+// Pages for the request's rows of this round, by pre-empting younger requests if need be.
+// False: it is the youngest and was pre-empted itself.
+bool Executor::make_room(ActiveRequest& request, std::vector<ActiveRequest*>& scheduled) {
+  const int32_t pages = pages_for(request.request, request.committed_length + request.chunk);
+  while (!pages_.grow(request.lease, pages)) {
+    const auto youngest = std::find_if(active_.rbegin(), active_.rend(),
+                                       [](const auto& active) { return active->slot >= 0; });
+    ActiveRequest& victim = **youngest;
+    std::erase(scheduled, &victim);
+    preempt(victim);
+    if (&victim == &request) return false;
   }
-  const RowBatch batch(std::move(segments));
-  const StepResult result = engine_.step(batch);
-  ++statistics_.target_forwards;
-  check_step(result, batch);
-
-  std::vector<Commit> commits;
-  std::vector<Response> responses;
-  size_t first_output = 0;
-  for (size_t i = 0; i < scheduled.size(); ++i) {
-    accept(*scheduled[i], result, first_output, commits, responses);
-    const Segment& segment = batch.segments[i];
-    while (first_output < batch.output_rows.size() &&
-           batch.output_rows[first_output] < segment.first_row + segment.num_rows) {
-      ++first_output;
-    }
-  }
-  if (!commits.empty()) engine_.commit(commits);
-  retire(responses);
-  return responses;
+  return true;
 }
 
-// Take the target's choices for one request: append tokens, cut at stop tokens and
-// max_tokens, and only then commit. A finished request has nothing left to commit.
-void Executor::accept(Active& request, const StepResult& result, size_t first_output,
-                      std::vector<Commit>& commits, std::vector<Response>& responses) {
-  std::vector<int32_t> rows;
-  std::vector<int32_t> new_tokens;
-  const bool prefill = request.prefilling();
-  if (prefill) {
-    ++request.statistics.prefill_forwards;
-    rows.resize(request.chunk.size());
-    std::iota(rows.begin(), rows.end(), 0);
-    if (static_cast<int32_t>(rows.size()) == request.prompt_left()) {
-      new_tokens = {result.argmax[first_output]};
-    }
-  } else {
-    const std::span choices(result.argmax.data() + first_output, request.tree.num_rows());
-    ddtree::Walk walk = ddtree::walk(request.tree, choices);
-    for (size_t i = 1; i < walk.accepted.size(); ++i) {
-      new_tokens.push_back(request.tree.token_ids[walk.accepted[i] - 1]);
-    }
-    new_tokens.push_back(walk.bonus);
-    ++request.statistics.verify_forwards;
-    request.statistics.drafted_tokens += request.tree.num_rows() - 1;
-    request.statistics.accepted_tokens += static_cast<int32_t>(walk.accepted.size()) - 1;
-    rows = std::move(walk.accepted);
-  }
-
-  Response response{request.sequence.request_id, {}, FinishReason::kNotFinished, {}};
-  const auto& stops = request.request.stop_token_ids;
-  for (const int32_t token : new_tokens) {
-    request.tokens.push_back(token);
-    response.token_ids.push_back(token);
-    if (std::find(stops.begin(), stops.end(), token) != stops.end()) {
-      response.finish_reason = FinishReason::kStopToken;
-    } else if (request.tokens_wanted() == 0) {
-      response.finish_reason = FinishReason::kLength;
-    }
-    if (response.finished()) break;
-  }
-  if (!prefill) {
-    request.statistics.decoded_tokens += static_cast<int32_t>(response.token_ids.size());
-  }
-  if (!response.finished()) {
-    const bool speculative = request.request.speculative.mode != DecodingMode::kPlain;
-    commits.push_back({request.sequence, rows, speculative});
-    request.sequence.committed_length += static_cast<int32_t>(rows.size());
-  }
-  if (!response.token_ids.empty()) {
-    response.statistics = request.statistics;
-    responses.push_back(std::move(response));
-  }
+// Take a request's pages away; it will commit its tokens again, from the prefix cache if
+// they are still there.
+void Executor::preempt(ActiveRequest& request) {
+  leave(request);
+  request.rounds_skipped = 0;
+  ++request.statistics.preemptions;
+  ++statistics_.preemptions;
 }
 
-// Give back what finished requests held.
+// Give back what a request holds.
+void Executor::leave(ActiveRequest& request) {
+  pages_.release(request.lease);
+  request.committed_length = 0;
+  if (request.slot >= 0) free_slots_.push_back(request.slot);
+  request.slot = -1;
+}
+
 void Executor::retire(const std::vector<Response>& responses) {
   for (const Response& response : responses) {
     if (!response.finished()) continue;
-    const auto found = std::find_if(active_.begin(), active_.end(), [&](const auto& request) {
-      return request->sequence.request_id == response.request_id;
-    });
-    pages_.release((*found)->sequence.pages);
-    free_slots_.push_back((*found)->sequence.slot);
+    const auto found = find(active_, response.request_id);
+    leave(**found);
     active_.erase(found);
+    ++statistics_.finished_requests;
   }
 }
 

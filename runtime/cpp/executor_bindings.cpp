@@ -1,8 +1,12 @@
-// Executor, requests and responses, seen from Python.
+// The executor, seen from Python.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <type_traits>
 
 #include "runtime/cpp/executor.hpp"
 
@@ -13,99 +17,111 @@ namespace trtree {
 
 namespace {
 
-void bind_requests(nb::module_& m) {
-  nb::enum_<DecodingMode>(m, "DecodingMode")
-      .value("PLAIN", DecodingMode::kPlain)
-      .value("CHAIN", DecodingMode::kChain)
-      .value("TREE", DecodingMode::kTree);
-  nb::enum_<TreeKind>(m, "TreeKind")
-      .value("DYNAMIC", TreeKind::kDynamic)
-      .value("STATIC", TreeKind::kStatic);
-  nb::enum_<FinishReason>(m, "FinishReason")
-      .value("NOT_FINISHED", FinishReason::kNotFinished)
-      .value("STOP_TOKEN", FinishReason::kStopToken)
-      .value("LENGTH", FinishReason::kLength)
-      .value("CANCELLED", FinishReason::kCancelled);
-
-  nb::class_<SamplingConfig>(m, "SamplingConfig", "How the target's choice is made at each row.")
+void bind_config(nb::module_& m) {
+  nb::class_<KvCacheConfig>(m, "KvCacheConfig",
+                            "enable_block_reuse: keep pages of finished requests for later ones "
+                            "that begin with the same tokens (paged KV only).")
       .def(
           "__init__",
-          [](SamplingConfig* self, float temperature) { new (self) SamplingConfig{temperature}; },
-          "temperature"_a = 0.0f)
-      .def_rw("temperature", &SamplingConfig::temperature);
-
-  nb::class_<SpeculativeConfig>(m, "SpeculativeConfig",
-                                "What is drafted: nothing, a chain, or a tree of tree_budget "
-                                "nodes besides the root. top_k 0: as many ranks per depth as "
-                                "the budget can use.")
-      .def(
-          "__init__",
-          [](SpeculativeConfig* self, DecodingMode mode, TreeKind tree, int32_t tree_budget,
-             int32_t top_k) { new (self) SpeculativeConfig{mode, tree, tree_budget, top_k}; },
-          "mode"_a = DecodingMode::kTree, "tree"_a = TreeKind::kDynamic, "tree_budget"_a = 16,
-          "top_k"_a = 0)
-      .def_rw("mode", &SpeculativeConfig::mode)
-      .def_rw("tree", &SpeculativeConfig::tree)
-      .def_rw("tree_budget", &SpeculativeConfig::tree_budget)
-      .def_rw("top_k", &SpeculativeConfig::top_k);
-
-  nb::class_<Request>(m, "Request", "One prompt to continue. A stop token is part of the output.")
-      .def(
-          "__init__",
-          [](Request* self, std::vector<int32_t> prompt_token_ids, int32_t max_tokens,
-             std::vector<int32_t> stop_token_ids, SamplingConfig sampling,
-             SpeculativeConfig speculative) {
-            new (self) Request{std::move(prompt_token_ids), max_tokens, std::move(stop_token_ids),
-                               sampling, speculative};
+          [](KvCacheConfig* self, bool enable_block_reuse) {
+            new (self) KvCacheConfig{enable_block_reuse};
           },
-          "prompt_token_ids"_a, "max_tokens"_a = 128, "stop_token_ids"_a = std::vector<int32_t>{},
-          "sampling"_a = SamplingConfig{}, "speculative"_a = SpeculativeConfig{})
-      .def_rw("prompt_token_ids", &Request::prompt_token_ids)
-      .def_rw("max_tokens", &Request::max_tokens)
-      .def_rw("stop_token_ids", &Request::stop_token_ids)
-      .def_rw("sampling", &Request::sampling)
-      .def_rw("speculative", &Request::speculative);
+          "enable_block_reuse"_a = true)
+      .def_rw("enable_block_reuse", &KvCacheConfig::enable_block_reuse);
 
-  nb::class_<RequestStatistics>(m, "RequestStatistics", "Counts of one request so far.")
-      .def_ro("prefill_forwards", &RequestStatistics::prefill_forwards)
-      .def_ro("verify_forwards", &RequestStatistics::verify_forwards)
-      .def_ro("drafted_tokens", &RequestStatistics::drafted_tokens)
-      .def_ro("accepted_tokens", &RequestStatistics::accepted_tokens)
-      .def_ro("decoded_tokens", &RequestStatistics::decoded_tokens)
-      .def_prop_ro("target_forwards", &RequestStatistics::target_forwards)
-      .def_prop_ro("acceptance_length", &RequestStatistics::acceptance_length);
+  nb::enum_<CapacitySchedulerPolicy>(m, "CapacitySchedulerPolicy")
+      .value("MAX_UTILIZATION", CapacitySchedulerPolicy::kMaxUtilization)
+      .value("GUARANTEED_NO_EVICT", CapacitySchedulerPolicy::kGuaranteedNoEvict);
 
-  nb::class_<Response>(m, "Response", "New tokens of one request, and how it ended if it did.")
-      .def_ro("request_id", &Response::request_id)
-      .def_ro("token_ids", &Response::token_ids)
-      .def_ro("finish_reason", &Response::finish_reason)
-      .def_ro("statistics", &Response::statistics)
-      .def_prop_ro("finished", &Response::finished);
+  nb::class_<SchedulerConfig>(m, "SchedulerConfig",
+                              "MAX_UTILIZATION admits early and pre-empts when pages run out; "
+                              "GUARANTEED_NO_EVICT reserves all pages a request can need.")
+      .def(
+          "__init__",
+          [](SchedulerConfig* self, CapacitySchedulerPolicy policy) {
+            new (self) SchedulerConfig{policy};
+          },
+          "capacity_scheduler_policy"_a = CapacitySchedulerPolicy::kMaxUtilization)
+      .def_rw("capacity_scheduler_policy", &SchedulerConfig::capacity_scheduler_policy);
+
+  nb::class_<ExecutorConfig>(m, "ExecutorConfig",
+                             "medusa_choices: rank paths of the engine's static tree, if any. "
+                             "max_queue_size: requests that wait, 0 for any number. "
+                             "load_rows: of a step, for BudgetPolicy.LOAD; 0 for two full trees. "
+                             "cost_model: for BudgetPolicy.ADAPTIVE. "
+                             "record_rounds: keep what take_rounds() returns.")
+      .def(
+          "__init__",
+          [](ExecutorConfig* self, std::vector<std::vector<int32_t>> medusa_choices,
+             bool allow_unsafe_tree_state, KvCacheConfig kv_cache_config,
+             SchedulerConfig scheduler_config, int32_t max_queue_size, int32_t load_rows,
+             std::optional<CostModel> cost_model, bool record_rounds) {
+            new (self) ExecutorConfig{.medusa_choices = std::move(medusa_choices),
+                                      .allow_unsafe_tree_state = allow_unsafe_tree_state,
+                                      .kv_cache_config = kv_cache_config,
+                                      .scheduler_config = scheduler_config,
+                                      .max_queue_size = max_queue_size,
+                                      .load_rows = load_rows,
+                                      .cost_model = std::move(cost_model),
+                                      .record_rounds = record_rounds};
+          },
+          "medusa_choices"_a = std::vector<std::vector<int32_t>>{},
+          "allow_unsafe_tree_state"_a = false, "kv_cache_config"_a = KvCacheConfig{},
+          "scheduler_config"_a = SchedulerConfig{}, "max_queue_size"_a = 0, "load_rows"_a = 0,
+          "cost_model"_a = nb::none(), "record_rounds"_a = false)
+      .def_rw("medusa_choices", &ExecutorConfig::medusa_choices)
+      .def_rw("allow_unsafe_tree_state", &ExecutorConfig::allow_unsafe_tree_state)
+      .def_rw("kv_cache_config", &ExecutorConfig::kv_cache_config)
+      .def_rw("scheduler_config", &ExecutorConfig::scheduler_config)
+      .def_rw("max_queue_size", &ExecutorConfig::max_queue_size)
+      .def_rw("load_rows", &ExecutorConfig::load_rows)
+      .def_rw("cost_model", &ExecutorConfig::cost_model)
+      .def_rw("record_rounds", &ExecutorConfig::record_rounds);
+}
+
+void bind_statistics(nb::module_& m) {
+  using S = ExecutorStatistics;
+  nb::class_<S>(m, "ExecutorStatistics",
+                "Counts since the executor began; active and queued requests, free and cached "
+                "pages as of now.")
+      .def("__getstate__", [](const S& self) { return nb::bytes(&self, sizeof(S)); })
+      .def("__setstate__",
+           [](S& self, const nb::bytes& state) {
+             // Ranks of one program send them to each other: the struct's bytes will do.
+             static_assert(std::is_trivially_copyable_v<S>);
+             if (state.size() != sizeof(S))
+               throw std::invalid_argument("not an ExecutorStatistics");
+             new (&self) S{};
+             std::memcpy(&self, state.data(), sizeof(S));
+           })
+      .def_ro("target_forwards", &S::target_forwards)
+      .def_ro("drafter_forwards", &S::drafter_forwards)
+      .def_ro("active_requests", &S::active_requests)
+      .def_ro("queued_requests", &S::queued_requests)
+      .def_ro("total_pages", &S::total_pages)
+      .def_ro("free_pages", &S::free_pages)
+      .def_ro("cached_pages", &S::cached_pages)
+      .def_ro("finished_requests", &S::finished_requests)
+      .def_ro("cancelled_requests", &S::cancelled_requests)
+      .def_ro("preemptions", &S::preemptions)
+      .def_ro("prompt_tokens", &S::prompt_tokens)
+      .def_ro("cached_prompt_tokens", &S::cached_prompt_tokens)
+      .def_ro("output_tokens", &S::output_tokens)
+      .def_ro("verify_forwards", &S::verify_forwards)
+      .def_ro("drafted_tokens", &S::drafted_tokens)
+      .def_ro("accepted_tokens", &S::accepted_tokens)
+      .def_ro("last_step_rows", &S::last_step_rows)
+      .def_ro("last_step_requests", &S::last_step_requests)
+      .def_ro("last_step_tree_nodes", &S::last_step_tree_nodes)
+      .def_ro("max_step_requests", &S::max_step_requests);
 }
 
 }  // namespace
 
 void bind_executor(nb::module_& m) {
-  bind_requests(m);
-  nb::class_<ExecutorConfig>(m, "ExecutorConfig",
-                             "medusa_choices: rank paths of the engine's static tree, if any.")
-      .def(
-          "__init__",
-          [](ExecutorConfig* self, std::vector<std::vector<int32_t>> medusa_choices,
-             bool allow_unsafe_tree_state) {
-            new (self) ExecutorConfig{std::move(medusa_choices), allow_unsafe_tree_state};
-          },
-          "medusa_choices"_a = std::vector<std::vector<int32_t>>{},
-          "allow_unsafe_tree_state"_a = false)
-      .def_rw("medusa_choices", &ExecutorConfig::medusa_choices)
-      .def_rw("allow_unsafe_tree_state", &ExecutorConfig::allow_unsafe_tree_state);
-
-  nb::class_<ExecutorStatistics>(m, "ExecutorStatistics", "Counts since the executor began.")
-      .def_ro("target_forwards", &ExecutorStatistics::target_forwards)
-      .def_ro("drafter_forwards", &ExecutorStatistics::drafter_forwards)
-      .def_ro("active_requests", &ExecutorStatistics::active_requests)
-      .def_ro("queued_requests", &ExecutorStatistics::queued_requests)
-      .def_ro("free_pages", &ExecutorStatistics::free_pages);
+  bind_config(m);
+  bind_statistics(m);
+  nb::exception<QueueFull>(m, "QueueFullError", PyExc_RuntimeError);
 
   nb::class_<Executor>(m, "Executor",
                        "In-flight batching over an Engine: requests of all kinds share each step.")
@@ -113,12 +129,20 @@ void bind_executor(nb::module_& m) {
            nb::keep_alive<1, 2>())
       .def("enqueue_request", &Executor::enqueue_request, "request"_a,
            nb::call_guard<nb::gil_scoped_release>(),
-           "Queue a request; returns its id. Raises ValueError for what the engine cannot do.")
-      .def("await_responses", &Executor::await_responses, nb::call_guard<nb::gil_scoped_release>(),
-           "Run rounds until some request has news; [] once none is left.")
+           "Queue a request; returns its id. Raises ValueError for what the engine cannot do, "
+           "QueueFullError, RuntimeError after shutdown.")
+      .def("await_responses", &Executor::await_responses, "timeout_seconds"_a = 0.0,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Run rounds until some request has news. With no request left, wait for one as long "
+           "as timeout_seconds, then return [].")
       .def("cancel_request", &Executor::cancel_request, "request_id"_a,
            nb::call_guard<nb::gil_scoped_release>(),
            "End a request before the next round; its last response says so.")
+      .def("shutdown", &Executor::shutdown, nb::call_guard<nb::gil_scoped_release>(),
+           "Take no more requests and end those there are; await_responses tells, and waits no "
+           "more.")
+      .def("take_rounds", &Executor::take_rounds, nb::call_guard<nb::gil_scoped_release>(),
+           "RoundRecords since the last call, if the configuration records them.")
       .def("latest_statistics", &Executor::latest_statistics,
            nb::call_guard<nb::gil_scoped_release>());
 }

@@ -1,5 +1,6 @@
 #include "runtime/cpp/request_checks.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -20,13 +21,28 @@ void check_tokens(const char* name, const std::vector<int32_t>& ids, int32_t voc
   }
 }
 
+void check_log_probs(const char* name, int32_t alternatives, int32_t vocab_size) {
+  if (alternatives < -1 || alternatives > vocab_size) {
+    refuse(std::string(name) + " " + to_string(alternatives) + "; from 0 to " +
+           to_string(vocab_size) + " alternatives can be asked for, -1 asks for none");
+  }
+}
+
 void check_speculation(const SpeculativeConfig& config, const Capabilities& capabilities,
                        const ExecutorConfig& executor) {
   if (config.mode == DecodingMode::kPlain) return;
   if (capabilities.block_size == 0) {
     refuse("mode chain and tree need a drafter; this engine was built without one: use mode plain");
   }
+  if (config.policy == BudgetPolicy::kAdaptive && !executor.cost_model) {
+    refuse(
+        "policy adaptive needs the costs of this engine's steps on this machine; measure them "
+        "with python -m trtree.runtime.calibrate");
+  }
   if (config.mode == DecodingMode::kChain) return;
+  if (config.tree == TreeKind::kStatic && config.policy == BudgetPolicy::kAdaptive) {
+    refuse("policy adaptive cuts dynamic trees; the static tree is one size");
+  }
   if (config.tree_budget < 0) {
     refuse("tree_budget " + to_string(config.tree_budget) + " is negative");
   }
@@ -89,10 +105,9 @@ void check_request(const Request& request, const Capabilities& capabilities,
   }
   check_tokens("prompt_token_ids", request.prompt_token_ids, capabilities.vocab_size);
   check_tokens("stop_token_ids", request.stop_token_ids, capabilities.vocab_size);
-  if (request.sampling.temperature != 0.0f) {
-    refuse("temperature " + to_string(request.sampling.temperature) +
-           " is not supported yet; only 0 (greedy) is");
-  }
+  check_sampling(request.sampling, capabilities.vocab_size);
+  check_log_probs("log_probs", request.output.log_probs, capabilities.vocab_size);
+  check_log_probs("prompt_log_probs", request.output.prompt_log_probs, capabilities.vocab_size);
   check_speculation(request.speculative, capabilities, config);
 }
 
@@ -106,10 +121,16 @@ void check_draft(const DraftResult& draft, size_t requests, int32_t top_k) {
   }
 }
 
-void check_step(const StepResult& result, const RowBatch& batch) {
+void check_step(const StepResult& result, const RowBatch& batch, int32_t vocab_size) {
   if (result.argmax.size() != batch.output_rows.size()) {
     throw std::runtime_error("the engine answered " + to_string(result.argmax.size()) +
                              " output rows, asked for " + to_string(batch.output_rows.size()));
+  }
+  const auto wanted = std::count(batch.needs_logits.begin(), batch.needs_logits.end(), 1);
+  if (result.logits.size() != static_cast<size_t>(wanted) * vocab_size) {
+    throw std::runtime_error("the engine answered " + to_string(result.logits.size()) +
+                             " logits, asked for " + to_string(wanted) + " rows of " +
+                             to_string(vocab_size));
   }
 }
 

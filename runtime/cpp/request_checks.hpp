@@ -15,6 +15,6 @@ void check_request(const Request& request, const Capabilities& capabilities,
 
 // Throw std::runtime_error for results that are not what was asked for.
 void check_draft(const DraftResult& draft, size_t requests, int32_t top_k);
-void check_step(const StepResult& result, const RowBatch& batch);
+void check_step(const StepResult& result, const RowBatch& batch, int32_t vocab_size);
 
 }  // namespace trtree

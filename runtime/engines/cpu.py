@@ -6,41 +6,52 @@ from typing import Any, TypeVar
 from trtree import _core
 from trtree._core import cpu
 from trtree.build.engine_dir import EngineDir, EngineDirError
-from trtree.runtime.engines.manifest import capabilities_of
+from trtree.runtime.engines.manifest import capabilities_of, check_ranks
 
 Struct = TypeVar("Struct")
 
 
 def load_cpu_engine(
-    engine: EngineDir, *, num_threads: int | None = None, isa: str = ""
+    engine: EngineDir,
+    *,
+    num_threads: int | None = None,
+    isa: str = "",
+    collectives: cpu.Collectives | None = None,
 ) -> _core.Engine:
-    """The engine of a directory with ``backend: cpu``.
+    """The engine of a directory with ``backend: cpu``, or a rank's part of it.
 
     Args:
         num_threads: default: the processors this process may use.
         isa: "portable", "avx2" or "avx512"; default: the best there is.
+        collectives: of the ranks, where the engine has several.
 
     Raises:
         ValueError: an instruction set that this CPU does not have.
+        EngineDirError: an engine of another number of ranks.
     """
+    rank, size = (collectives.rank, collectives.size) if collectives else (0, 1)
+    check_ranks(engine, size)
     speculative = engine.manifest["speculative_config"]
     return cpu.CpuEngine(
-        _plan(engine),
+        _plan(engine, rank),
         capabilities_of(engine),
         speculative["mask_token_id"] if speculative else 0,
         num_threads or len(os.sched_getaffinity(0)),
         isa,
+        collectives,
     )
 
 
-def _plan(engine: EngineDir) -> cpu.Plan:
-    data = engine.plan()
+def _plan(engine: EngineDir, rank: int) -> cpu.Plan:
+    data = engine.plan(rank)
     plan = cpu.Plan()
     plan.directory = str(engine.path)
+    plan.rank, plan.ranks = data["rank"], data["ranks"]
     plan.networks = {name: _network(network) for name, network in data["networks"].items()}
     plan.weights = [_fill(cpu.PlanWeight(), w, kind=cpu.WeightKind) for w in data["weights"]]
     plan.states = [_fill(cpu.PlanState(), state) for state in data["states"]]
     plan.ropes = [_fill(cpu.PlanRope(), rope) for rope in data["ropes"]]
+    plan.routings = [_fill(cpu.PlanRouting(), routing) for routing in data["routings"]]
     return plan
 
 

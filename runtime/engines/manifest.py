@@ -1,7 +1,7 @@
 """From an engine directory's manifest to what the engine can do."""
 
 from trtree import _core
-from trtree.build.engine_dir import EngineDir
+from trtree.build.engine_dir import EngineDir, EngineDirError
 
 
 def capabilities_of(engine: EngineDir) -> _core.Capabilities:
@@ -22,3 +22,17 @@ def capabilities_of(engine: EngineDir) -> _core.Capabilities:
     c.block_size = speculative["block_size"] if speculative else 0
     c.max_top_k = speculative["top_k"] if speculative else 0
     return c
+
+
+def check_ranks(engine: EngineDir, ranks: int) -> None:
+    """Refuse to load an engine on another number of ranks than it was built for.
+
+    Raises:
+        EngineDirError: names both numbers.
+    """
+    built = engine.manifest["mapping"]["tp_size"]
+    if built != ranks:
+        raise EngineDirError(
+            f"{engine.path}: built for {built} tensor-parallel ranks, loaded on {ranks}; run "
+            f"mpirun -n {built} runtime/serve.py, or rebuild with --tp {ranks}"
+        )

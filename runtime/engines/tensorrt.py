@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 from trtree import _core
 from trtree.build.engine_dir import EngineDir
 from trtree.runtime.engines.manifest import capabilities_of
-from trtree.runtime.engines.tensorrt_buffers import BoundEngine, EngineSpec, Executable
+from trtree.runtime.engines.tensorrt_buffers import (
+    BoundEngine,
+    EngineSpec,
+    Executable,
+    allocate_caches,
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,6 @@ class TensorRTEngine(_core.Engine):
         built = engine.manifest["tensorrt"]
         self._cache_length: int = built["cache_length"]
         slots = self._capabilities.max_batch_size
-        # Zeros, not just any memory: hidden keys and values have weight zero, but zero
-        # times NaN is NaN.
         self._kv: dict[str, torch.Tensor] = {}
         self._engines: dict[str, BoundEngine] = {}
         caches: dict[str, torch.Tensor] = {}
@@ -64,7 +67,8 @@ class TensorRTEngine(_core.Engine):
             spec = EngineSpec.read(entry)
             owner = entry["network"].partition("_")[0]
             if owner not in self._kv and spec.caches:
-                caches |= self._allocate(owner, spec, slots)
+                self._kv[owner] = allocate_caches(owner, spec, {"batch": slots}, device)
+                caches |= dict(zip(spec.caches, self._kv[owner], strict=True))
             own = {name: caches[name] for name in spec.caches}
             self._engines[entry["network"]] = BoundEngine(spec, executables[file], own, device)
         speculative = engine.manifest["speculative_config"]
@@ -93,12 +97,7 @@ class TensorRTEngine(_core.Engine):
                 argmax[index] = choice
                 if row_logits is not None:
                     logits[index] = row_logits
-        bad = np.flatnonzero((argmax < 0) | (argmax >= self._capabilities.vocab_size))
-        if len(bad):
-            raise FloatingPointError(
-                f"argmax: NaN in the logits of output row {bad[0]}; "
-                "a weight or an activation overflowed"
-            )
+        refuse_nan(argmax, self._capabilities.vocab_size)
         flat = [logits[index] for index in sorted(logits)]
         return _core.StepResult(argmax, np.concatenate(flat) if flat else np.zeros(0, np.float32))
 
@@ -139,13 +138,10 @@ class TensorRTEngine(_core.Engine):
         }
         results = self._run("drafter_block", "block", first, sizes, inputs)
         chosen = [request.sequence.slot - first for request in requests]
-        log_probs = results["log_probs"].cpu().numpy()[chosen]
-        ids = results["token_ids"].cpu().numpy()[chosen]
-        # TopK promises no order among equals; here the lower id comes first.
-        order = np.lexsort((ids, -log_probs), axis=-1)[..., :top_k]
-        return _core.DraftResult(
-            np.ascontiguousarray(np.take_along_axis(log_probs, order, -1)),
-            np.ascontiguousarray(np.take_along_axis(ids, order, -1)),
+        return draft_result(
+            results["log_probs"].cpu().numpy()[chosen],
+            results["token_ids"].cpu().numpy()[chosen],
+            top_k,
         )
 
     # Steps
@@ -233,11 +229,7 @@ class TensorRTEngine(_core.Engine):
             for place, index in enumerate(inside.tolist()):
                 logits = None
                 if batch.needs_logits[index]:
-                    if self._ranks > 1:
-                        raise ValueError(
-                            f"logits: each of {self._ranks} ranks holds its part of the "
-                            "vocabulary; they are given on one rank only"
-                        )
+                    refuse_split_logits(self._ranks)
                     logits = results["logits"][at, place].float().cpu().numpy()
                 found.append((index, int(choices[at, place]), logits))
         return found
@@ -254,7 +246,8 @@ class TensorRTEngine(_core.Engine):
         names = {binding.name for binding in engine.spec.inputs}
         given = {name: torch.as_tensor(x) for name, x in inputs.items() if name in names}
         sizes = {n: s for n, s in sizes.items() if n in engine.spec.profiles[profile]}
-        return engine.run(profile, first_slot, sizes, given)
+        slots = slice(first_slot, first_slot + sizes["batch"])
+        return engine.run(profile, sizes, given, slots)
 
     def _check_room(self, slots: range, rows: int) -> None:
         """TensorRT drops rows outside the cache without a word."""
@@ -337,18 +330,6 @@ class TensorRTEngine(_core.Engine):
             raise RuntimeError("the target engine captured no hidden states for the drafter")
         return captured
 
-    def _allocate(self, owner: str, spec: EngineSpec, slots: int) -> dict[str, torch.Tensor]:
-        """All of an owner's caches in one piece [2 * layers, slots, heads, S, D], so that a
-        commit is one gather."""
-        bindings = list(spec.caches.values())
-        shape = bindings[0].shape({"batch": slots})
-        if any(b.shape({"batch": slots}) != shape for b in bindings):
-            raise ValueError(f"{owner}: its layers' caches have different shapes")
-        self._kv[owner] = torch.zeros(
-            len(bindings), *shape, dtype=bindings[0].dtype, device=self._device
-        )
-        return {b.name: cache for b, cache in zip(bindings, self._kv[owner], strict=True)}
-
 
 def _capabilities(engine: EngineDir) -> _core.Capabilities:
     c: _core.Capabilities = capabilities_of(engine)
@@ -356,6 +337,41 @@ def _capabilities(engine: EngineDir) -> _core.Capabilities:
     c.page_size = c.num_pages = 0
     c.sm = ",".join(map(str, engine.manifest["sm"]))
     return c
+
+
+def refuse_nan(argmax: NDArray[np.int32], vocab_size: int) -> None:
+    """A row with NaN among its logits has no argmax within the vocabulary.
+
+    Raises:
+        FloatingPointError: names the first such row.
+    """
+    bad = np.flatnonzero((argmax < 0) | (argmax >= vocab_size))
+    if len(bad):
+        raise FloatingPointError(
+            f"argmax: NaN in the logits of output row {bad[0]}; "
+            "a weight or an activation overflowed"
+        )
+
+
+def refuse_split_logits(ranks: int) -> None:
+    """Raises ValueError where no rank has whole logits."""
+    if ranks > 1:
+        raise ValueError(
+            f"logits: each of {ranks} ranks holds its part of the "
+            "vocabulary; they are given on one rank only"
+        )
+
+
+def draft_result(
+    log_probs: NDArray[np.float32], ids: NDArray[np.int32], top_k: int
+) -> _core.DraftResult:
+    """[requests, depth, k], best ``top_k`` first; TopK promises no order among equals, here the
+    lower id comes first."""
+    order = np.lexsort((ids, -log_probs), axis=-1)[..., :top_k]
+    return _core.DraftResult(
+        np.ascontiguousarray(np.take_along_axis(log_probs, order, -1)),
+        np.ascontiguousarray(np.take_along_axis(ids, order, -1)),
+    )
 
 
 def _slot_range(sequences: Sequence[_core.Sequence]) -> tuple[int, int]:

@@ -27,7 +27,7 @@ class Executable(Protocol):
 
 @dataclass(frozen=True)
 class Binding:
-    """An input or output as the manifest tells it; dims may name "batch", "rows", "outputs"."""
+    """An input or output as the manifest tells it; dims may name sizes such as "rows"."""
 
     name: str
     dtype: torch.dtype
@@ -43,12 +43,26 @@ class Binding:
 
 
 @dataclass(frozen=True)
+class WorkPlan:
+    """Work items that a step brings to the attention plugins, in the inputs ``work`` and
+    ``row_splits`` with this suffix; the other fields are plan_attention's arguments."""
+
+    suffix: str
+    kv_heads: int
+    group: int
+    block_m: int
+    window: int | None
+    max_items: int
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """What the manifest says of one engine file."""
 
     inputs: tuple[Binding, ...]
     outputs: tuple[Binding, ...]
     profiles: Mapping[str, Mapping[str, int]]  # largest sizes, by profile
+    plans: tuple[WorkPlan, ...] = ()
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> "EngineSpec":
@@ -56,6 +70,7 @@ class EngineSpec:
             tuple(map(Binding.read, entry["inputs"])),
             tuple(map(Binding.read, entry["outputs"])),
             {p["name"]: {n: s[2] for n, s in p["sizes"].items()} for p in entry["profiles"]},
+            tuple(WorkPlan(**plan) for plan in entry["plans"]),
         )
 
     @property
@@ -65,6 +80,24 @@ class EngineSpec:
         return {b.name: b for b in self.inputs if b.name in aliased}
 
 
+def allocate_caches(
+    owner: str, spec: EngineSpec, sizes: Mapping[str, int], device: torch.device
+) -> torch.Tensor:
+    """All of an owner's KV inputs in one piece [2 * layers, ...], so that a commit can move all
+    layers at once; in the order of ``spec.caches``.
+
+    Zeros, not just any memory: hidden keys and values have weight zero, but zero times NaN is NaN.
+
+    Raises:
+        ValueError: they differ in shape.
+    """
+    bindings = list(spec.caches.values())
+    shape = bindings[0].shape(sizes)
+    if any(b.shape(sizes) != shape for b in bindings):
+        raise ValueError(f"{owner}: its layers' caches have different shapes")
+    return torch.zeros(len(bindings), *shape, dtype=bindings[0].dtype, device=device)
+
+
 class BoundEngine:
     """An engine and its memory.
 
@@ -72,8 +105,8 @@ class BoundEngine:
     addresses never change, so that a captured CUDA graph stays valid.
 
     Args:
-        caches: the KV memory [slots, heads, S, D] of every KV input; a run is bound to a
-            range of slots.
+        caches: the KV memory of every KV input: [slots, heads, S, D], of which a run is bound
+            to a range of slots, or all pages.
     """
 
     def __init__(
@@ -95,11 +128,11 @@ class BoundEngine:
     def run(
         self,
         profile: str,
-        first_slot: int,
         sizes: Mapping[str, int],
         inputs: Mapping[str, torch.Tensor],
+        slots: slice = slice(None),
     ) -> dict[str, torch.Tensor]:
-        """Run slots from ``first_slot`` on; returns the outputs by role.
+        """Run on the caches' ``slots``; returns the outputs by role.
 
         The results lie in this engine's memory until its next run.
 
@@ -110,7 +143,6 @@ class BoundEngine:
             largest = self.spec.profiles[profile][name]
             if not 1 <= size <= largest:
                 raise ValueError(f"profile {profile}: {name} {size}, the engine takes 1..{largest}")
-        slots = slice(first_slot, first_slot + sizes["batch"])
         tensors = {name: cache[slots] for name, cache in self._caches.items()}
         for binding in self.spec.inputs:
             if binding.name in self._caches:

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
+from trtree import _core
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.runtime.engines.tensorrt import TensorRTEngine
+from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine, device_commit
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
 def load_tensorrt_engine(
     engine: EngineDir, *, rank: int = 0, world_size: int = 1, communicator: Any = None
-) -> TensorRTEngine:
+) -> _core.Engine:
     """Load one rank's engines on the current GPU.
 
     Args:
@@ -45,7 +47,17 @@ def load_tensorrt_engine(
         for file, entry in engine.manifest["tensorrt"]["engines"].items()
         if entry["rank"] == rank
     }
-    return TensorRTEngine(engine, executables, torch.device("cuda"), rank)
+    device = torch.device("cuda")
+    if engine.manifest["tensorrt"]["attention"] == "native":
+        return TensorRTEngine(engine, executables, device, rank)
+    return PagedTensorRTEngine(
+        engine,
+        executables,
+        device,
+        device_commit,
+        target_ctas=torch.cuda.get_device_properties(device).multi_processor_count,
+        rank=rank,
+    )
 
 
 def check_machine(engine: EngineDir, library_version: str, sm: int, world_size: int) -> None:

@@ -101,7 +101,7 @@ def test_architectures_that_cannot_be_built_are_described(
     if f"{name}ForCausalLM" in FAMILIES:
         return
     assert f"{name}ForCausalLM: cannot be built" in facts["family"]
-    with pytest.raises(NetworkError, match=f"'{name}ForCausalLM' is not supported; supported: Qw"):
+    with pytest.raises(NetworkError, match=f"'{name}ForCausalLM' is not supported; supported: "):
         family_of({"architectures": [f"{name}ForCausalLM"]})
 
 

@@ -170,6 +170,15 @@ def test_shuffle_transposes_reshapes_transposes(net: Net) -> None:
     assert net.run(layer.get_output(0), x=given).tolist() == [[[0, 1, 2]], [[3, 4, 5]]]
 
 
+def test_reduce_along_the_first_axis_and_reshape_by_a_tensor(net: Net) -> None:
+    x = net.input("x", trt.float32, (2, 1, 4))
+    total = net.network.add_reduce(x, trt.ReduceOperation.SUM, 1, False).get_output(0)
+    layer = net.network.add_shuffle(total)
+    layer.set_input(1, net.constant(torch.tensor([2, 1, 2], dtype=torch.int32)))
+    given = torch.arange(8.0).reshape(2, 1, 4)
+    assert net.run(layer.get_output(0), x=given).tolist() == [[[4.0, 6.0]], [[8.0, 10.0]]]
+
+
 def test_shape_slice_concatenation_unsqueeze_select(net: Net) -> None:
     x = net.input("x", trt.int32, (2, 4))
     part = net.network.add_slice(x, (0, 1), (2, 2), (1, 1)).get_output(0)
@@ -224,6 +233,25 @@ def test_matrix_multiply(net: Net) -> None:
     op = trt.MatrixOperation
     layer = net.network.add_matrix_multiply(x, op.NONE, weight, op.TRANSPOSE)
     assert net.run(layer.get_output(0), x=[[[1.0, 1.0, 1.0]]]).tolist() == [[[7.0, 1.0]]]
+
+
+def test_one_input_times_several_matrices(net: Net) -> None:
+    """[1, T, K] x [E, O, K] transposed -> [E, T, O]; a bool counts as 0 or 1."""
+    x = net.input("x", trt.bool, (1, 1, 2))
+    wide = net.network.add_cast(x, trt.float32).get_output(0)
+    weights = net.constant(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]]]))
+    op = trt.MatrixOperation
+    layer = net.network.add_matrix_multiply(wide, op.NONE, weights, op.TRANSPOSE)
+    result = net.run(layer.get_output(0), x=[[[False, True]]])
+    assert result.tolist() == [[[2.0]], [[4.0]], [[6.0]]]
+
+
+def test_a_select_broadcasts(net: Net) -> None:
+    condition = net.input("x", trt.bool, (2, 1))
+    a, b = net.constant(torch.tensor([[1.0, 2.0], [3.0, 4.0]])), net.constant([[-torch.inf]])
+    chosen = net.network.add_select(condition, a, b).get_output(0)
+    result = net.run(chosen, x=[[True], [False]])
+    assert result.tolist() == [[1.0, 2.0], [-torch.inf, -torch.inf]]
 
 
 def test_dequantize_by_block_and_by_scalar(net: Net) -> None:

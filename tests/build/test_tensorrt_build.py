@@ -1,6 +1,7 @@
 """Engine directories built with TensorRT-RTX on this machine, and what is refused."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from engines import ROOT, build_demo, random_checkpoint, tiny_config
+from random_moe import glm4_moe_config, qwen3_moe_config
 from trtree.build import builder
+from trtree.build.bench.synthetic import write_random
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.hardware import Hardware
 from trtree.build.lowering.tensorrt import inspection, library
@@ -98,6 +101,51 @@ def test_sizes(build: Build, max_batch_size: int, max_seq_len: int, budget: int)
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "algorithm", "ranks"),
+    [
+        (qwen3_moe_config(decoder_sparse_step=1), "NVFP4", 1),
+        (glm4_moe_config(moe_intermediate_size=64), "NVFP4", 2),
+        (glm4_moe_config(), "W4A16_NVFP4", 1),
+        (qwen3_moe_config(), None, 1),
+    ],
+    ids=["qwen3-w4a4", "glm-w4a4-two-ranks", "glm-w4a16", "qwen3-bf16"],
+)
+def test_experts(tmp_path: Path, config: dict[str, Any], algorithm: str | None, ranks: int) -> None:
+    """Experts as batched products: FP4 weights stay FP4 at run time where activations are."""
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", config, algorithm=algorithm)
+    options = BuildOptions(
+        checkpoint=checkpoint, output=tmp_path / "engine", backend=RTX, max_seq_len=64, tp=ranks
+    )
+    path = builder.write(builder.describe(options))
+    for entry in entries(path).values():
+        assert bool(entry["weight_rewrites"]) == (algorithm == "W4A16_NVFP4")
+        assert entry["attention_kernels"]
+    assert len(entries(path)) == ranks
+
+
+@pytest.mark.full
+def test_a_layer_of_glm_4_5_air(tmp_path: Path) -> None:
+    """One sparse layer at full width: 128 experts of 4096 x 1408, 2.3e9 weights in FP4."""
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "configs" / "models" / "glm_4.5_air_nvfp4", model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 4096}
+    (model / "config.json").write_text(json.dumps(config))
+    write_random(tmp_path / "checkpoint", model)
+    options = BuildOptions(
+        checkpoint=tmp_path / "checkpoint",
+        output=tmp_path / "engine",
+        backend=RTX,
+        max_seq_len=1024,
+    )
+    path = builder.write(builder.describe(options))
+    entry = entries(path)["target.rank0.engine"]
+    assert entry["weight_rewrites"] == []
+    weights = 128 * 3 * 4096 * 1408 * 9 // 16
+    assert weights < (path / "target.rank0.engine").stat().st_size < 1.2 * weights
+
+
 def test_two_ranks(build: Build) -> None:
     path = build(tp=2, drafter=None)
     assert set(entries(path)) == {"target.rank0.engine", "target.rank1.engine"}
@@ -116,7 +164,7 @@ def test_two_ranks(build: Build) -> None:
         ({"tree": "static"}, "tree static: calibrating it runs the engine"),
         ({"kv_tokens": 10}, "kv_tokens 10 leave 1 tokens to each of max_batch_size 8 requests"),
         ({"tp": 4}, "KV heads: 2 does not divide among 4 ranks"),
-        ({"backend": "cpu", "tp": 2}, "tp 2: backend cpu runs on one rank"),
+        ({"backend": "reference", "tp": 2}, "tp 2: backend reference runs on one rank"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
@@ -260,8 +308,33 @@ def test_plans_of_real_models() -> None:
     two = plan("qwen3_32b_nvfp4", tp=2)
     assert two["KV, 8 requests of 8256 slots"] == "8.06 GiB"
     assert plan("qwen3_32b_nvfp4", kv_tokens=2**20, max_batch_size=32)["left"].startswith("none: ")
-    with pytest.raises(NetworkError, match="'Qwen3MoeForCausalLM' is not supported"):
-        plan("qwen3_235b_a22b_nvfp4")
+
+
+def test_plans_of_models_with_experts() -> None:
+    """Qwen3-235B-A22B: 94 layers of 71.3e6 weights in attention and 128 experts of 18.9e6, of
+    4.5 bits, 94 routers of 0.52e6 in float32 and twice 0.62e9 in bf16 are 134.2e9 bytes."""
+    whole = plan("qwen3_235b_a22b_nvfp4", max_batch_size=1)
+    assert whole["target weights"] == "124.98 GiB"
+    assert whole["left"].startswith("none: ")
+    assert whole["experts per layer, 1 row"] == (
+        "8 of 128 needed, all are read: 16.0 times as much"
+    )
+    quarter = plan("qwen3_235b_a22b_nvfp4", max_batch_size=1, tp=4)
+    assert quarter["target weights"] == "32.26 GiB"
+    assert float(quarter["left"].split()[0]) > 40
+    with pytest.raises(NetworkError, match=r"self_attn.kv: 4 does not divide among 8 ranks"):
+        plan("qwen3_235b_a22b_nvfp4", tp=8)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    # In total, and without the prediction layer, which takes 2.2e9 of GLM-4.5-Air's 110e9.
+    [("qwen3_30b_a3b", 30.5), ("glm_4.5_air", 106.9), ("glm_4.6", 352.8), ("glm_4.7", 352.8)],
+)
+def test_weights_of_published_models(model: str, billions: float) -> None:
+    options = BuildOptions(checkpoint=ROOT / "configs" / "models" / f"{model}_nvfp4")
+    weights = builder.plan(options).weights.stored.values()
+    assert sum(math.prod(w.shape) for w in weights) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 def test_hardware_files(tmp_path: Path) -> None:

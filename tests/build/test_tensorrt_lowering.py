@@ -5,8 +5,6 @@ equal. Prefill is a chain, verification a tree; padding, lengths and slots diffe
 """
 
 import dataclasses
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from engines import DEMO, random_checkpoint, tiny_config
+from engines import random_checkpoint, sliding_drafter, tiny_config
 from lowered import (
     Batch,
+    by_expert,
+    by_slot,
     describe,
     evaluators,
     forced_values,
@@ -27,6 +27,8 @@ from lowered import (
     references,
 )
 from network_evaluator import NetworkEvaluator, evaluate_together
+from op_checks import check_op, relative
+from random_moe import glm4_moe_config, qwen3_moe_config
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.reference import ReferenceNetwork
 from trtree.build.lowering.tensorrt import backend
@@ -43,6 +45,20 @@ CASES = {
     "awq-w4a4": (tiny_config(**TINY), "NVFP4_AWQ"),
     "bf16-one-kv-head": (tiny_config(**TINY, num_key_value_heads=1), None),
     "bf16-bias": (tiny_config(**TINY, attention_bias=True), None),
+    "moe-qwen3-w4a4": (qwen3_moe_config(**TINY), "NVFP4"),
+    "moe-qwen3-bf16": (
+        qwen3_moe_config(**TINY, norm_topk_prob=False, decoder_sparse_step=1),
+        None,
+    ),
+    "moe-glm-w4a4": (
+        glm4_moe_config(**TINY, moe_intermediate_size=64, attention_bias=False),
+        "NVFP4",
+    ),
+    "moe-glm-w4a16": (glm4_moe_config(**TINY, moe_intermediate_size=64), "W4A16_NVFP4"),
+    "moe-glm-bf16": (
+        glm4_moe_config(**TINY, n_group=1, topk_group=1, attention_bias=False, use_qk_norm=False),
+        None,
+    ),
     "bf16-window": (
         tiny_config(
             **TINY,
@@ -98,7 +114,8 @@ class Pairs:
         if case.startswith("demo"):
             options = read_options(ROOT / "configs" / "demo.yaml")
             if case == "demo-sliding":
-                options = options.with_changes({"drafter": self._sliding_drafter()})
+                drafter = sliding_drafter(self._directory / "sliding")
+                options = options.with_changes({"drafter": drafter})
             if case == "demo-quantized":
                 options = options.with_changes({"quantize_drafter": "nvfp4"})
             activations = "nvfp4" if case == "demo-nvfp4" else "bf16"
@@ -112,37 +129,10 @@ class Pairs:
         options = BuildOptions(checkpoint=checkpoint, max_seq_len=40, max_num_rows=128)
         return describe(options)
 
-    def _sliding_drafter(self) -> Path:
-        """The demo's, but its first layer slides, and so is causal inside the block."""
-        drafter = self._directory / "sliding"
-        if not drafter.exists():
-            shutil.copytree(DEMO / "drafter", drafter)
-            config = json.loads((drafter / "config.json").read_text())
-            kinds = ["sliding_attention", "full_attention"]
-            config |= {"layer_types": kinds, "sliding_window": 5, "use_sliding_window": True}
-            (drafter / "config.json").write_text(json.dumps(config))
-        return drafter
-
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     return Pairs(tmp_path_factory.mktemp("lowered"))
-
-
-def steps_apart(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """How many bf16 values lie between, element by element."""
-
-    def order(x: torch.Tensor) -> torch.Tensor:
-        bits = x.contiguous().view(torch.int16).long()
-        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
-
-    return (order(got) - order(want)).abs()
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Relative L2 distance of each row."""
-    difference = (got.double() - want.double()).flatten(1).norm(dim=1)
-    return difference / want.double().flatten(1).norm(dim=1).clamp(min=1e-30)
 
 
 def w4a4_ops(pair: Pair) -> list[Op]:
@@ -159,31 +149,20 @@ def codes(pair: Pair, op: Op, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def forced(pair: Pair, batch: Batch, want: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The reference's tensors, and its codes of what W4A4 linears read."""
-    values = forced_values(pair.lowered, batch, want)
+    """The reference's tensors, and its codes of what W4A4 products read."""
+    values = forced_values(pair.lowered, pair.reference.network, batch, want)
     for op in w4a4_ops(pair):
-        for index, part in enumerate(codes(pair, op, want[op.inputs[0]])):
-            padded = batch.padded(part.float()).to(part.dtype)
-            values[f"{op.name}/quantized:{index}"] = padded
+        x = want[op.inputs[0]]
+        for index, part in enumerate(codes(pair, op, x.reshape(-1, x.shape[-1]))):
+            wide = part.float().reshape(*x.shape[:-1], -1)
+            if op.kind == "experts_down":
+                laid_out = by_expert(batch, wide, want[op.inputs[1]])
+            elif op.kind == "experts_up":
+                laid_out = batch.padded(wide).flatten(0, 1)[None]
+            else:
+                laid_out = batch.padded(wide)
+            values[f"{op.name}/quantized:{index}"] = laid_out.to(part.dtype)
     return values
-
-
-def check_op(op: Op, rounds_twice: bool, got: torch.Tensor, want: torch.Tensor) -> None:
-    """``got`` is ``want``, but for roundings in between that the op is known to have."""
-    assert got.dtype == want.dtype, op.name
-    if not got.is_floating_point() or op.kind in ("embedding", "reshape", "split", "concat", "add"):
-        assert torch.equal(got, want), op.name
-    elif got.dtype == torch.float32:
-        torch.testing.assert_close(got, want, rtol=0, atol=2e-6, msg=op.name)
-    elif op.kind == "linear" and rounds_twice:
-        assert relative(got, want).max() < 8e-3, op.name
-    else:
-        apart = steps_apart(got, want)
-        # Where a sum cancels, steps around zero are tiny beside what was summed.
-        scale = want.double().flatten(1).abs().amax(dim=1).reshape(-1, *[1] * (want.ndim - 1))
-        apart = torch.where((got.double() - want.double()).abs() < 1e-6 * scale, 0, apart)
-        assert apart.max() <= 1, (op.name, apart.max())
-        assert (apart > 0).double().mean() < 0.02, op.name
 
 
 def check_ops(pair: Pair, batch: Batch, inputs: dict[str, torch.Tensor], given: Any) -> set[str]:
@@ -193,10 +172,17 @@ def check_ops(pair: Pair, batch: Batch, inputs: dict[str, torch.Tensor], given: 
     network, checked = pair.reference.network, set()
     for op in network.ops:
         weights = [network.weights[name] for name in op.weights]
-        # The lowering rounds a widened weight, and a sum before its bias; the reference not.
-        rounds_twice = any(w.activations == "bf16" or w.has_bias for w in weights)
+        # The lowering rounds a widened weight, a sum before its bias, and bf16 products of
+        # experts before they are summed; the reference does not.
+        rounds_twice = any(w.activations == "bf16" or w.has_bias for w in weights) or (
+            op.kind == "experts_down" and weights[0].kind == "dense"
+        )
         for name in op.outputs:
-            computed, expected = ragged(batch, got[pair.lowered.tensors[name]]), want[name]
+            computed, expected = got[pair.lowered.tensors[name]], want[name]
+            if op.kind == "experts_up":
+                computed = by_slot(batch, computed, want[op.inputs[1]], op.attrs["slots"])
+            else:
+                computed = ragged(batch, computed)
             check_op(op, rounds_twice, computed, expected)
             checked.add(op.kind)
     return checked
@@ -211,7 +197,7 @@ def test_every_op_of_a_target(pairs: Pairs, case: str, kind: str) -> None:
     assert checked >= {"embedding", "linear", "rms_norm", "rotary_embedding", "tree_attention"}
 
 
-@pytest.mark.parametrize("case", ["awq-w4a4", "untied-w4a4", "demo-nvfp4"])
+@pytest.mark.parametrize("case", ["awq-w4a4", "untied-w4a4", "moe-glm-w4a4", "demo-nvfp4"])
 def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
     """Activations get the reference's codes and block scales, but where float32 and float64
     fall on different sides of a tie; of equal codes, products are within 1e-6 in float32."""
@@ -221,7 +207,7 @@ def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
     got = pair.evaluator.run(batch.network_inputs(), forced(pair, batch, want))
     assert len(w4a4_ops(pair)) >= 8
     for op in w4a4_ops(pair):
-        x = want[op.inputs[0]].float()
+        x = want[op.inputs[0]].float().flatten(0, -2)
         below, above = (codes(pair, op, x * (1 + e)) for e in (-1e-6, 1e-6))
         scale_decided = below[1].float() == above[1].float()
         decided = (below[0] == above[0]) & scale_decided.repeat_interleave(16, dim=1)
@@ -229,8 +215,15 @@ def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
         for index, (expected, sure) in enumerate(
             zip(codes(pair, op, x), (decided, scale_decided), strict=True)
         ):
-            ours = ragged(batch, got[f"{op.name}/quantized:{index}"].float())
+            ours = got[f"{op.name}/quantized:{index}"].float()
+            if op.kind == "experts_down":
+                slots = int(want[op.inputs[0]].shape[1])
+                ours = by_slot(batch, ours, want[op.inputs[1]], slots).flatten(0, 1)
+            else:
+                ours = ragged(batch, ours.reshape(*batch.real().shape, -1))
             assert torch.equal(ours[sure], expected.float()[sure]), op.name
+        if op.kind != "linear":
+            continue  # of experts that rows did not choose, too
         product = ragged(batch, got[f"{op.name}/product"])
         assert relative(product, pair.reference.linear(op)(x)).max() < 1e-6, op.name
 
@@ -268,6 +261,8 @@ def test_every_op_of_the_drafter(pairs: Pairs, case: str, kind: str) -> None:
     ("case", "tolerance"),
     [
         ("bf16-one-kv-head", 1e-3),
+        ("moe-qwen3-bf16", 1e-2),
+        ("moe-glm-bf16", 1e-2),
         ("bf16-window", 1e-3),
         ("bf16-bias", 2e-2),
         ("tied-w4a16", 2e-2),
@@ -342,7 +337,11 @@ def test_int8_weights_are_the_same_numbers(pairs: Pairs) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["bf16-window", "tied-w4a16", "untied-w4a4", "awq-w4a4", "demo-bf16"]
+    "case",
+    [
+        *("bf16-window", "tied-w4a16", "untied-w4a4", "awq-w4a4", "demo-bf16"),
+        *("moe-qwen3-bf16", "moe-glm-w4a4"),
+    ],
 )
 def test_two_ranks_are_one(pairs: Pairs, case: str) -> None:
     """Both ranks' networks, evaluated together, against one rank's: partial sums are rounded
@@ -350,13 +349,14 @@ def test_two_ranks_are_one(pairs: Pairs, case: str) -> None:
     run_two_ranks(pairs(case), pairs.describe(case), tolerance=2e-2)
 
 
+@pytest.mark.parametrize("case", ["bf16-window", "moe-glm-bf16"])
 def test_two_ranks_are_one_in_float32(
-    tmp_path: Path, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where rounding does not hide a mistake: the same networks with float32 between ops."""
     monkeypatch.setattr(backend, "DTYPE", "float32")
     wide = Pairs(tmp_path)
-    run_two_ranks(wide("bf16-window"), wide.describe("bf16-window"), tolerance=1e-6)
+    run_two_ranks(wide(case), wide.describe(case), tolerance=1e-6)
 
 
 def run_two_ranks(pair_of: dict[str, Pair], description: Any, *, tolerance: float) -> None:

@@ -39,6 +39,7 @@ def assert_same(tree: Tree, expected: reference.ReferenceTree) -> None:
     assert tree.token_ids.tolist() == expected.token_ids
     assert tree.depths.tolist() == expected.depths
     assert tree.parents.tolist() == expected.parents
+    assert tree.log_probs.tolist() == expected.log_probs
     assert np.array_equal(unpacked(tree), reference.attends(expected.parents))
 
 
@@ -114,6 +115,51 @@ def test_flat_logits_are_all_ties(seed: int, budget: int) -> None:
         build_tree_from_top_k(log_probs, ids, budget),
         reference.build_tree(log_probs, ids, budget),
     )
+
+
+@settings(deadline=None)
+@given(ranked(), st.sampled_from(BUDGETS), st.integers(0, 140))
+def test_a_chain_seed_comes_first(
+    log_probs: NDArray[np.float32], budget: int, smaller: int
+) -> None:
+    ids = distinct_ids(log_probs)
+    tree = build_tree_from_top_k(log_probs, ids, budget, chain_seed=True)
+    expected = reference.build_tree(log_probs, ids, budget, chain_seed=True)
+    assert_same(tree, expected)
+    likely = np.flatnonzero(np.append(np.isneginf(log_probs[:, 0]), True))[0]
+    seed = min(int(likely), budget)
+    assert expected.paths[:seed] == [(0,) * d for d in range(1, seed + 1)]
+    # The rest is the best there is beside the chain, and a prefix is the smaller tree.
+    others = [path for path in reference.best_prefixes(log_probs[:3, :4], 400) if any(path)]
+    if log_probs.shape[0] <= 3 and log_probs.shape[1] <= 4:
+        assert expected.paths[seed:] == others[: budget - seed]
+    assert_same(
+        tree.first(smaller),
+        reference.build_tree(log_probs, ids, min(smaller, budget), chain_seed=True),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 15), st.sampled_from(BUDGETS))
+def test_a_chain_seed_from_logits(seed: int, depth: int, budget: int) -> None:
+    logits = np.random.default_rng(seed).normal(0, 3, (depth, 300)).astype(np.float32)
+    tree = build_tree(logits, budget, chain_seed=True)
+    log_probs, ids = top_k_log_probs(logits, max(1, budget))
+    assert_same(tree, reference.build_tree(log_probs, ids, budget, chain_seed=True))
+    spine = min(depth, budget)
+    assert tree.token_ids[:spine].tolist() == logits.argmax(axis=1)[:spine].tolist()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 70), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_the_first_nodes_are_the_smaller_tree(seed: int, nodes: int, chain_seed: bool) -> None:
+    logits = np.random.default_rng(seed).normal(0, 3, (5, 40)).astype(np.float32)
+    tree = build_tree(logits, 64, top_k=40, chain_seed=chain_seed)
+    smaller = build_tree(logits, min(nodes, 64), top_k=40, chain_seed=chain_seed)
+    cut = tree.first(nodes)
+    for field in ("token_ids", "depths", "parents", "log_probs", "packed_mask"):
+        assert np.array_equal(getattr(cut, field), getattr(smaller, field)), field
+    assert tree.num_rows == 65
 
 
 @pytest.mark.parametrize(

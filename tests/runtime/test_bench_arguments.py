@@ -47,6 +47,7 @@ def test_bad_files(
         ["linear", "--rows", "0"],
         ["linear", "--threads", "1000000"],
         ["linear", "--isa", "sse"],
+        ["experts", "--rows", "0"],
         ["tree", "--seed", "-1"],
     ],
 )

@@ -3,59 +3,21 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from engines import ROOT
+from op_by_op import OpByOp
 from steps import prefill, random_tree, run_rows
 from trtree import _core
-from trtree.build.lowering.reference import _OPS, StepContext
-from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.plugins.tree_attention.contract import AttentionSegment
 from trtree.runtime.engines import open_engine
 from trtree.runtime.tokenizer import Tokenizer
 
 # Of an op's largest output. Ops compute in float32 here, in float64 in the reference.
 TOLERANCE = 1e-6
-
-
-class OpByOp:
-    """Feeds what a CPU engine gave each op to the reference's op, and compares results."""
-
-    def __init__(self, engine: Any, reference: Any, page_size: int) -> None:
-        self._networks = reference.networks
-        self._caches = {
-            name: PagedKv(*(torch.zeros(256, page_size, s.heads, s.head_dim) for _ in "kv"))
-            for network in self._networks.values()
-            for name, s in network.network.states.items()
-        }
-        self.worst: dict[str, float] = {}
-        self.rows: dict[str, dict[str, torch.Tensor]] = {}  # integer inputs by network
-        self.segments: dict[str, list[AttentionSegment]] = {}
-        engine.observe(self)
-
-    def __call__(self, network: str, name: str, inputs: list[Any], outputs: list[Any]) -> None:
-        net = self._networks[network]
-        op = next(op for op in net.network.ops if op.name == name)
-        floats = iter(inputs)
-        operands = []
-        for operand in op.inputs:
-            tensor = net.network.tensors[operand]
-            if tensor.dtype == "int32":
-                operands.append(self.rows[network][operand])
-            else:
-                shape = [-1, *map(int, tensor.shape[1:])]
-                operands.append(torch.from_numpy(next(floats)).reshape(shape))
-        context = StepContext(self._caches, self.segments[network])
-        expected = _OPS[op.kind](net, op, operands, context)
-        if op.kind == "top_k_log_probs":  # terminal: compared through draft()
-            return
-        for theirs, ours in zip(expected, outputs, strict=False):
-            reference = theirs.reshape(len(ours), -1).numpy()
-            error = float(np.abs(ours - reference).max() / np.abs(reference).max())
-            self.worst[op.kind] = max(self.worst.get(op.kind, 0.0), error)
 
 
 @pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
@@ -68,27 +30,11 @@ def test_op_by_op(demo_engine: Callable[..., Path], activations: str) -> None:
     pages = [9, 3, 14, 0, 7, 5, 12, 2]
     page_table = torch.tensor(pages)
 
-    def inputs_of(prefix: int, tokens: list[int], parents: list[int]) -> None:
-        at = _core.Sequence(1, 0, prefix, pages)
-        outputs = list(range(len(tokens)))
-        batch = _core.RowBatch([_core.SegmentRequest(at, tokens, parents, outputs)])
-        slots = torch.arange(prefix, prefix + len(tokens), dtype=torch.int32)
-        rows = {
-            "token_ids": torch.tensor(batch.token_ids),
-            "positions": torch.tensor(batch.positions),
-            "slots": slots,
-            "packed_mask": torch.tensor(batch.packed_mask).reshape(len(tokens), -1),
-            "output_rows": torch.tensor(batch.output_rows),
-        }
-        segment = [AttentionSegment(0, len(tokens), prefix, page_table)]
-        check.rows |= {"target": rows, "drafter_context": rows}
-        check.segments |= {"target": segment, "drafter_context": segment}
-
     prompt = [rng.randrange(vocab) for _ in range(37)]
-    inputs_of(0, prompt, list(range(-1, 36)))
+    check.rows_of(0, prompt, list(range(-1, 36)), pages)
     prefill(engine, _core.Sequence(1, 0, 0, pages), prompt)
     tokens, parents = random_tree(rng, 50, vocab)
-    inputs_of(37, tokens, parents)
+    check.rows_of(37, tokens, parents, pages)
     run_rows(engine, [(_core.Sequence(1, 0, 37, pages), tokens, parents)])
 
     block, mask = 8, 1

@@ -13,6 +13,7 @@ from trtree.runtime.executor import (
     Executor,
     ExecutorConfig,
     FinishReason,
+    OutputConfig,
     Request,
     Response,
     SamplingConfig,
@@ -81,7 +82,7 @@ def test_any_mix_of_requests_decodes_as_if_alone(specs, page_size, max_batch, ma
         stopped = bool(stops) and tokens[-1] in stops
         assert last.finish_reason == (FinishReason.STOP_TOKEN if stopped else FinishReason.LENGTH)
     after = executor.latest_statistics()
-    assert after.free_pages == engine.c.num_pages
+    assert after.free_pages + after.cached_pages == engine.c.num_pages
     assert after.active_requests == after.queued_requests == 0
 
 
@@ -171,7 +172,8 @@ def test_cancelling_ends_a_request_and_frees_its_pages():
     while responses := executor.await_responses():
         seen |= {r.request_id: r.finish_reason for r in responses}
     assert seen == {kept: FinishReason.LENGTH, ended: FinishReason.CANCELLED}
-    assert executor.latest_statistics().free_pages == engine.c.num_pages
+    after = executor.latest_statistics()
+    assert after.free_pages + after.cached_pages == engine.c.num_pages
 
 
 def test_a_batch_accepts_what_each_request_accepts_alone():
@@ -244,7 +246,8 @@ def test_other_threads_may_cancel_and_enqueue_during_rounds():
         assert tokens[request_id] == decode([i], 60, 13)
     for i, request_id in enumerate(more):
         assert tokens[request_id] == decode([i], 20, 13)
-    assert executor.latest_statistics().free_pages == 4000
+    after = executor.latest_statistics()
+    assert after.free_pages + after.cached_pages == 4000
 
 
 def test_a_static_tree_keeps_its_shape():
@@ -277,8 +280,9 @@ def test_a_static_tree_keeps_its_shape():
             Request([1], speculative=SpeculativeConfig(top_k=14)),
             "top_k 14; the engine offers at most 13",
         ),
-        # Pitfall 11: refused by name until sampling is supported.
-        (Request([1], sampling=SamplingConfig(temperature=0.7)), "temperature 0.7"),
+        (Request([1], sampling=SamplingConfig(temperature=-0.5)), "temperature"),
+        (Request([1], sampling=SamplingConfig(logit_bias=[(13, 1.0)])), "logit_bias"),
+        (Request([1], output=OutputConfig(log_probs=14)), "log_probs 14"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused_by_name(request_, message):

@@ -1,6 +1,7 @@
 """The generate command: text, JSON, comparison, refusals."""
 
 import json
+import random
 import resource
 import shutil
 import subprocess
@@ -210,6 +211,19 @@ def test_streamed_text_adds_up(tokenizer: Tokenizer, text: str, step: int) -> No
     ]
     assert "".join(pieces) == tokenizer.decode(token_ids) == text
     assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_streamed_bytes_that_are_no_text(tokenizer: Tokenizer) -> None:
+    """A random model's output: nothing is lost, and no more than a character held back."""
+    rng = random.Random(0)
+    token_ids = [rng.randrange(256) for _ in range(600)] + tokenizer.encode("日本語 end")
+    stream, text = tokenizer.stream(), ""
+    for i, token_id in enumerate(token_ids):
+        text += stream.push([token_id])
+        whole = tokenizer.decode(token_ids[: i + 1])
+        assert whole.startswith(text)
+        assert len(whole) - len(text) <= 3
+    assert text + stream.finish() == tokenizer.decode(token_ids)
 
 
 def test_mask_and_zero_tokens_are_ordinary(demo_session: Callable[..., Session]) -> None:

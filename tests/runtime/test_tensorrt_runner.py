@@ -4,24 +4,29 @@ Networks are bf16: evaluated in float64 and rounded once per layer, a row depend
 else in its step, so padding, batch shape and tree must not show in the tokens.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from engines import random_checkpoint
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
+from random_drafter import random_drafter
+from random_moe import glm4_moe_config
+from runner_checks import (
+    CHAIN,
+    MAX_TOKENS,
+    PLAIN,
+    ROOT,
+    TREE,
+    decode,
+    decode_counting,
+    on_all_ranks,
+    prompts,
+)
 from trtree import _core
-from trtree.build.options import read_options
+from trtree.build.options import BuildOptions, read_options
 from trtree.runtime.engines.tensorrt import TensorRTEngine
-from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
-from trtree.runtime.tokenizer import Tokenizer
-
-ROOT = Path(__file__).resolve().parents[2]
-PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
-CHAIN = SpeculativeConfig(DecodingMode.CHAIN)
-TREE = SpeculativeConfig(DecodingMode.TREE, tree_budget=16)
-MAX_TOKENS = 16
 
 Evaluated = tuple[TensorRTEngine, dict[str, EvaluatedExecutable]]
 
@@ -36,41 +41,6 @@ def evaluated() -> Evaluated:
         max_tree_budget=16,
         max_num_rows=80,
     )
-
-
-def prompts(count: int) -> list[list[int]]:
-    """Tokens of text that the pair knows: the demo's prompts and licence text cut in pieces."""
-    tokenizer = Tokenizer(ROOT / "configs" / "demo" / "target_nvfp4")
-    lines = (ROOT / "configs" / "demo" / "prompts.txt").read_text().splitlines()
-    encoded = [tokenizer.encode(line) for line in lines if line.strip()]
-    words = tokenizer.encode((ROOT / "LICENSE").read_text())
-    while len(encoded) < count:
-        start = 61 * len(encoded) % (len(words) - 40)
-        encoded.append(words[start : start + 3 + len(encoded)])
-    return [tokens[:60] for tokens in encoded[:count]]
-
-
-def decode(
-    engine: _core.Engine, requests: list[tuple[list[int], SpeculativeConfig]]
-) -> list[list[int]]:
-    return [tokens for tokens, _ in decode_counting(engine, requests)]
-
-
-def decode_counting(
-    engine: _core.Engine, requests: list[tuple[list[int], SpeculativeConfig]]
-) -> list[tuple[list[int], int]]:
-    """Per request its tokens, and in how many verify passes they came."""
-    executor = Executor(engine)
-    tokens: dict[int, list[int]] = {}
-    passes: dict[int, int] = {}
-    for prompt, speculative in requests:
-        request = Request(prompt, max_tokens=MAX_TOKENS, speculative=speculative)
-        tokens[executor.enqueue_request(request)] = []
-    while responses := executor.await_responses():
-        for response in responses:
-            tokens[response.request_id] += response.token_ids
-            passes[response.request_id] = response.statistics.verify_forwards
-    return [(tokens[request_id], passes[request_id]) for request_id in tokens]
 
 
 def test_chain_and_tree_decode_the_tokens_of_plain(evaluated: Evaluated) -> None:
@@ -123,14 +93,8 @@ def test_two_ranks_decode_alike_and_lose_nothing() -> None:
     )
     given = prompts(3)
 
-    def on_both(speculative: SpeculativeConfig) -> list[list[int]]:
-        requests = [(prompt, speculative) for prompt in given]
-        with ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(lambda engine: decode(engine, requests), engines)
-        assert first == second
-        return first
-
-    assert on_both(TREE) == on_both(PLAIN)
+    tree, plain = (on_all_ranks(engines, [(p, mode) for p in given]) for mode in (TREE, PLAIN))
+    assert tree == plain
 
 
 def test_commit_moves_the_accepted_rows_of_every_layer(evaluated: Evaluated) -> None:
@@ -188,3 +152,23 @@ def test_nan_is_an_error_that_says_where(evaluated: Evaluated) -> None:
             engine.step(_core.RowBatch([_core.SegmentRequest(at, [5], [-1], [0])]))
     finally:
         weight.copy_(saved)
+
+
+def test_experts_decode_the_tokens_of_plain(tmp_path: Path) -> None:
+    """Experts compute every row of the padded batch; no row may see another's."""
+    config = glm4_moe_config(attention_bias=False)
+    options = BuildOptions(
+        checkpoint=random_checkpoint(tmp_path / "target", config, algorithm="W4A16_NVFP4"),
+        drafter=random_drafter(tmp_path / "drafter", config),
+        max_batch_size=3,
+        max_seq_len=48,
+        max_tree_budget=16,
+        max_num_rows=80,
+    )
+    engine, _ = evaluated_engine(options)
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randint(0, 80, (n,), generator=generator).tolist() for n in (3, 20, 11)]
+    alone = [decode(engine, [(prompt, PLAIN)])[0] for prompt in given]
+    assert len({tuple(tokens) for tokens in alone}) == 3
+    for modes in ((TREE,) * 3, (CHAIN, TREE, PLAIN)):
+        assert decode(engine, list(zip(given, modes, strict=True))) == alone

@@ -1,5 +1,8 @@
 """Engines and checkpoints for tests."""
 
+import json
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,18 @@ from tokenizers.models import WordLevel
 from random_target import random_target
 from trtree.build import builder
 from trtree.build.checkpoint import QuantizationConfig
-from trtree.build.checkpoint.write import DEFAULT_EXCLUDE, quantize_state_dict, write_checkpoint
+from trtree.build.checkpoint.write import (
+    DEFAULT_EXCLUDE,
+    DEFAULT_INPUT_SCALE,
+    quantize_state_dict,
+    write_checkpoint,
+)
 from trtree.build.options import read_options
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo"
+# Exporters leave heads, embeddings and routers alone.
+EXCLUDE = (*DEFAULT_EXCLUDE, "model.layers.*.mlp.gate")
 
 
 def build_demo(output: Path, **options: Any) -> Path:
@@ -44,6 +54,17 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def sliding_drafter(directory: Path) -> Path:
+    """The demo's, but its first layer slides, and so is causal inside the block."""
+    if not directory.exists():
+        shutil.copytree(DEMO / "drafter", directory)
+        config = json.loads((directory / "config.json").read_text())
+        kinds = ["sliding_attention", "full_attention"]
+        config |= {"layer_types": kinds, "sliding_window": 5, "use_sliding_window": True}
+        (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 def write_target(
     directory: Path,
     tensors: dict[str, torch.Tensor],
@@ -69,15 +90,34 @@ def random_checkpoint(
 
     With NVFP4_AWQ, o_proj and down_proj scale their inputs.
     """
-    tensors = random_target(config, dtype=torch.bfloat16)
+    from random_moe import random_moe  # which builds on this module
+
+    moe = "moe_intermediate_size" in config
+    tensors = (random_moe if moe else random_target)(config, dtype=torch.bfloat16)
     if algorithm is None:
         return write_target(directory, tensors, config)
     awq = algorithm == "NVFP4_AWQ"
-    plain = "NVFP4" if awq else algorithm
-    quantized = dict(quantize_state_dict(tensors.items(), algorithm=plain))
+    quantized = dict(
+        quantize_state_dict(
+            tensors.items(),
+            exclude=EXCLUDE,
+            algorithm="NVFP4" if awq else algorithm,
+            input_scales=_scales(tensors),
+        )
+    )
     for name in [n for n in quantized if awq and n.endswith(("o_proj.weight", "down_proj.weight"))]:
         generator = torch.Generator().manual_seed(len(name))
         vector = 0.5 + torch.rand(2 * quantized[name].shape[1], generator=generator)
         quantized[name.replace(".weight", ".pre_quant_scale")] = vector.bfloat16()
-    quantization = QuantizationConfig(algorithm, DEFAULT_EXCLUDE)
+    quantization = QuantizationConfig(algorithm, EXCLUDE)
     return write_target(directory, quantized, config, quantization)
+
+
+def _scales(tensors: Iterable[str]) -> Mapping[str, float]:
+    """An input scale for each module; those of a layer's experts differ."""
+    return {
+        name.removesuffix(".weight"): DEFAULT_INPUT_SCALE * (0.5 + index % 5 / 4)
+        if ".experts." in name
+        else DEFAULT_INPUT_SCALE
+        for index, name in enumerate(tensors)
+    }

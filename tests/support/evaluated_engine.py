@@ -1,7 +1,7 @@
 """The TensorRT runner with the network evaluator in the place of the GPU."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,15 @@ from lowered import describe, evaluators, lower_networks
 from network_evaluator import Collective, NetworkEvaluator, collective_result
 from trtree.build.builder import EngineDescription, manifest_of
 from trtree.build.engine_dir import EngineDir
+from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt import backend
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
 from trtree.build.options import BuildOptions
+from trtree.plugins.tree_attention import reference as attention
+from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.plugins.tree_attention.plan import RowTables
 from trtree.runtime.engines.tensorrt import TensorRTEngine
+from trtree.runtime.engines.tensorrt_paged import KvCommit, PagedTensorRTEngine
 
 
 class EvaluatedExecutable:
@@ -71,20 +76,37 @@ class RankExecutable(EvaluatedExecutable):
             return finished.value
 
 
+CommitFor = Callable[[Sequence[PagedKv]], KvCommit]
+
+
+def reference_commit(caches: Sequence[PagedKv]) -> KvCommit:
+    """The commit kernel's contract, by the reference."""
+
+    def commit(tables: RowTables, accepted: torch.Tensor, num_accepted: torch.Tensor) -> None:
+        for request, count in enumerate(num_accepted.tolist()):
+            prefix, pages = int(tables.prefix_lengths[request]), tables.page_table[request].long()
+            for cache in caches:
+                segment = AttentionSegment(0, 0, prefix, pages)
+                attention.commit(cache, segment, accepted[request, :count].long())
+
+    return commit
+
+
 def evaluated_engine(
-    options: BuildOptions, **changes: Any
-) -> tuple[TensorRTEngine, dict[str, EvaluatedExecutable]]:
-    """The engine that these options would build, without building it."""
+    options: BuildOptions, commit_for: CommitFor = reference_commit, **changes: Any
+) -> tuple[Any, dict[str, EvaluatedExecutable]]:
+    """The engine that these options would build, without building it; paged with attention
+    plugins, whose commit ``commit_for`` makes."""
     description = describe(options, **changes)
     lowered = lower_networks(description)
     executables = {
         _file(name, 0): EvaluatedExecutable(evaluator)
         for name, evaluator in evaluators(lowered).items()
     }
-    return _engine(description, 0, lowered, executables), executables
+    return _engine(description, 0, lowered, executables, commit_for), executables
 
 
-def evaluated_ranks(options: BuildOptions, ranks: int, **changes: Any) -> list[TensorRTEngine]:
+def evaluated_ranks(options: BuildOptions, ranks: int, **changes: Any) -> list[Any]:
     """The engines of all ranks; each is to be driven from a thread of its own."""
     description = describe(options, tp=ranks, **changes)
     meeting = Meeting(ranks)
@@ -95,7 +117,7 @@ def evaluated_ranks(options: BuildOptions, ranks: int, **changes: Any) -> list[T
             _file(name, rank): RankExecutable(evaluator, rank, meeting)
             for name, evaluator in evaluators(lowered).items()
         }
-        engines.append(_engine(description, rank, lowered, executables))
+        engines.append(_engine(description, rank, lowered, executables, reference_commit))
     return engines
 
 
@@ -104,18 +126,24 @@ def _engine(
     rank: int,
     lowered: Mapping[str, LoweredNetwork],
     executables: Mapping[str, EvaluatedExecutable],
-) -> TensorRTEngine:
+    commit_for: CommitFor,
+) -> TensorRTEngine | PagedTensorRTEngine:
     """With the manifest that the builder would write."""
-    sizes = description.engine_sizes
+    sizes, shard = description.engine_sizes, Shard(rank, description.options.tp)
     engines = {
-        _file(name, rank): backend.engine_entry(name, rank, network, sizes.profiles(name))
+        _file(name, rank): backend.engine_entry(
+            name, rank, network, sizes.profiles(description.networks[name], shard)
+        )
         for name, network in lowered.items()
     }
     built = {"cache_length": sizes.cache_length, "engines": engines}
     sms = list(description.options.sm)
     manifest = manifest_of(description) | {"sm": sms, "tensorrt": built}
     directory = EngineDir(Path("evaluated"), manifest)
-    return TensorRTEngine(directory, executables, torch.device("cpu"), rank)
+    cpu = torch.device("cpu")
+    if description.options.attention == "native":
+        return TensorRTEngine(directory, executables, cpu, rank)
+    return PagedTensorRTEngine(directory, executables, cpu, commit_for, target_ctas=64, rank=rank)
 
 
 def _file(network: str, rank: int) -> str:

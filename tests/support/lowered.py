@@ -9,36 +9,42 @@ from typing import Any
 import torch
 
 from network_evaluator import NetworkEvaluator
+from plugin_network import PluginBuilder, plugins
 from trtree.build import builder
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
 from trtree.build.lowering.reference_weights import SUFFIX, load_networks, write_files
+from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
-from trtree.build.lowering.tensorrt.weights import Encoding, Shard, stage
-from trtree.build.network.network import Op
+from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
+from trtree.build.lowering.tensorrt.weights import Encoding, stage
+from trtree.build.network.network import Network, Op
 from trtree.build.options import BuildOptions
+from trtree.plugins.moe.reference import slots
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 
 
 def lower_networks(
     description: EngineDescription, *, fp4: bool = True, rank: int = 0, ranks: int = 1
 ) -> dict[str, LoweredNetwork]:
-    """The description's networks for one rank, not compiled."""
+    """The description's networks for one rank, not compiled; plugin layers as recorded."""
     trt = load_library("tensorrt-rtx").module
     encoding = Encoding(fp4, Shard(rank, ranks))
     lowered = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, network in description.networks.items():
             logger = BuildMessages().logger(trt)
-            made = trt.Builder(logger)
+            made, sizes, paged = trt.Builder(logger), description.engine_sizes, None
+            _KEPT.append((logger, made))
             weights = stage(
                 Path(directory) / name, network, encoding, description.source.checkpoint
             )
-            length = description.engine_sizes.cache_length
-            lowered[name] = lower(trt, made, network, encoding, weights, length)
-            _KEPT.append((logger, made))
+            if isinstance(sizes, PagedSizes):
+                made = PluginBuilder(made)
+                paged = paged_lowering(sizes, plugins(), network, encoding.shard)
+            lowered[name] = lower(trt, made, network, encoding, weights, sizes.cache_length, paged)
     return lowered
 
 
@@ -181,16 +187,39 @@ def make_batch(
 
 
 def forced_values(
-    lowered: LoweredNetwork, batch: Batch, values: Mapping[str, torch.Tensor]
+    lowered: LoweredNetwork, network: Network, batch: Batch, values: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """A reference run's tensors [rows, ...] in the layout and under the names of the
     lowered network."""
+    routed = {op.outputs[0]: op.inputs[1] for op in network.ops if op.kind == "experts_up"}
     forced = {}
     for name, value in values.items():
-        if name in lowered.tensors:
+        if name in routed:
+            forced[lowered.tensors[name]] = by_expert(batch, value, values[routed[name]])
+        elif name in lowered.tensors:
             padded = batch.padded(value)
             forced[lowered.tensors[name]] = padded.transpose(1, 2) if value.ndim == 3 else padded
     return forced
+
+
+def by_expert(batch: Batch, value: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[rows, slots, F] -> [experts, B * W, F], zero where a row did not choose the expert."""
+    rows = batch.real().flatten().nonzero().flatten()
+    dense = torch.zeros(weights.shape[1], batch.real().numel(), value.shape[2], dtype=value.dtype)
+    row, expert = weights.nonzero(as_tuple=True)
+    dense[expert, rows[row]] = value[row, slots(weights)[row, expert]]
+    return dense
+
+
+def by_slot(
+    batch: Batch, dense: torch.Tensor, weights: torch.Tensor, num_slots: int
+) -> torch.Tensor:
+    """The inverse of ``by_expert``; slots behind a row's last are zero."""
+    rows = batch.real().flatten().nonzero().flatten()
+    value = torch.zeros(len(weights), num_slots, dense.shape[2], dtype=dense.dtype)
+    row, expert = weights.nonzero(as_tuple=True)
+    value[row, slots(weights)[row, expert]] = dense[expert, rows[row]]
+    return value
 
 
 def ragged(batch: Batch, value: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from plugin_layers import plugin_layer
+
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
 Tensors = list[torch.Tensor]
@@ -324,10 +326,8 @@ def _reduce(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
 
 
 def _shuffle(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
-    if len(x) > 1:
-        raise UnknownLayerError(f"{layer.name}: reshape by a tensor")
     value = x[0].permute(*list(layer.layer.first_transpose)[: x[0].ndim])
-    dims = layer.layer.reshape_dims
+    dims = x[1].tolist() if len(x) > 1 else layer.layer.reshape_dims
     if dims is not None:
         sizes = [value.shape[i] if size == 0 else size for i, size in enumerate(dims)]
         value = value.reshape(sizes)
@@ -482,6 +482,10 @@ def _top_k(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
     return [order.values[..., : of.k], order.indices[..., : of.k]]
 
 
+def _plugin(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
+    return plugin_layer(layer.layer.plugin, layer.layer.attribute, x)
+
+
 def _pass(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
     return [x[0]]
 
@@ -523,6 +527,7 @@ _LAYERS: dict[str, LayerFunction] = {
     "GATHER": _gather,
     "KV_CACHE_UPDATE": _kv_cache_update,
     "MATRIX_MULTIPLY": _matrix_multiply,
+    "PLUGIN_V3": _plugin,
     "REDUCE": _reduce,
     "ROTARY_EMBEDDING": _rotary,
     "SELECT": _select,

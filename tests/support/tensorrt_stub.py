@@ -117,18 +117,8 @@ class Network:
 
     def add_plugin(self, call: Any, aot: bool) -> Launch:
         assert aot
-        inputs, shape_inputs, plugin = call(self.trt.QuickPluginCreationRequest.STRICT_AOT)
-        assert shape_inputs == []
-        types = plugin.get_output_data_types(
-            [t.dtype for t in inputs], [len(t.shape) for t in inputs]
-        )
+        plugin, inputs, outputs = describe(self.trt, call)
         dims = [[IDimensionExpr(n) for n in t.shape] for t in inputs]
-        shapes = plugin.get_output_shapes(dims, [], ExprBuilder())
-        outputs = []
-        for index, (dtype, shape) in enumerate(zip(types, shapes, strict=True)):
-            alias = plugin.get_aliased_input(index)
-            source = inputs[alias] if alias >= 0 else None
-            outputs.append(ITensor(dtype, tuple(expr.value for expr in shape), source))
         tensors = [*inputs, *outputs]
         combination = plugin.get_supported_format_combinations(_descriptions(tensors), len(inputs))
         assert [c.type for c in combination] == [t.dtype for t in tensors]
@@ -152,6 +142,21 @@ class Network:
         )
         self.layers.append(launch)
         return launch
+
+
+def describe(trt: Any, call: Any) -> tuple[Any, list[ITensor], list[ITensor]]:
+    """The plugin that a call makes, its inputs and outputs; no kernel is compiled."""
+    inputs, shape_inputs, plugin = call(trt.QuickPluginCreationRequest.STRICT_AOT)
+    assert shape_inputs == []
+    types = plugin.get_output_data_types([t.dtype for t in inputs], [len(t.shape) for t in inputs])
+    dims = [[IDimensionExpr(n) for n in t.shape] for t in inputs]
+    shapes = plugin.get_output_shapes(dims, [], ExprBuilder())
+    outputs = []
+    for index, (dtype, shape) in enumerate(zip(types, shapes, strict=True)):
+        alias = plugin.get_aliased_input(index)
+        source = inputs[alias] if alias >= 0 else None
+        outputs.append(ITensor(dtype, tuple(expr.value for expr in shape), source))
+    return plugin, inputs, outputs
 
 
 class _Setter(dict[int, Any]):

@@ -65,8 +65,7 @@ class ToyEngine(_core.Engine):
         self.batches.append(batch)
         assert batch.num_rows <= self.c.max_num_rows
         assert len({s.sequence.slot for s in batch.segments}) == len(batch.segments)
-        pages = [page for s in batch.segments for page in s.sequence.pages.tolist()]
-        assert len(pages) == len(set(pages)), "two requests share a page"
+        self._check_pages([s.sequence for s in batch.segments])
         mask = batch.packed_mask.reshape(-1, batch.mask_words)
         choices = {}
         for segment in batch.segments:
@@ -113,6 +112,14 @@ class ToyEngine(_core.Engine):
                 ids[index, d] = order
                 log_probs[index, d] = np.log(0.6) * (np.arange(top_k) + 1)
         return _core.DraftResult(log_probs, ids)
+
+    def _check_pages(self, sequences: Sequence[_core.Sequence]) -> None:
+        """Requests may share pages of committed tokens, and no page that is written to."""
+        size = self.c.page_size
+        written = [p for s in sequences for p in s.pages.tolist()[s.committed_length // size :]]
+        read = {p for s in sequences for p in s.pages.tolist()[: s.committed_length // size]}
+        assert len(written) == len(set(written)), "two requests write to one page"
+        assert not read & set(written), "a request writes to a page that another one reads"
 
     def _slot(self, sequence: _core.Sequence, slot: int) -> tuple[int, int]:
         page = int(sequence.pages[slot // self.c.page_size])

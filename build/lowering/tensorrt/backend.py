@@ -11,21 +11,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trtree.build.lowering.tensorrt.compile import BuildMessages, Profile, compile_engine
-from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS
+from trtree.build.lowering.shard import Shard
+from trtree.build.lowering.tensorrt.compile import BuildMessages, compile_engine
+from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS, Profile
 from trtree.build.lowering.tensorrt.inspection import inspect_engine
 from trtree.build.lowering.tensorrt.library import (
     Library,
     check_sms,
     load_library,
+    load_plugins,
     present_sm,
     weights_in_fp4,
 )
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
-from trtree.build.lowering.tensorrt.weights import Encoding, Shard, constant_bytes, stage
+from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
+from trtree.build.lowering.tensorrt.weights import Encoding, constant_bytes, stage
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError
+from trtree.plugins.tree_attention.tiles import HEAD_DIMS, MAX_PAGE_SIZE, SMS
 
 DTYPE: DType = "bfloat16"
 SUFFIX = "engine"
@@ -61,14 +65,23 @@ class EngineSizes:
         length = max(self.max_seq_len + headroom, LEAST_CHUNK)
         return -(-length // CACHE_STEP) * CACHE_STEP
 
-    def profiles(self, network: str) -> list[Profile]:
+    @property
+    def kv_slots(self) -> int:
+        """Of all requests together."""
+        return self.max_batch_size * self.cache_length
+
+    @property
+    def kv_layout(self) -> str:
+        return f"{self.max_batch_size} requests of {self.cache_length} slots"
+
+    def profiles(self, network: Network, shard: Shard) -> list[Profile]:
         """Prefill of one request, and verify steps (or draft blocks) of several.
 
         TensorRT-RTX 1.7 fails on attention of one request (always one) whose rows are never
         more than 64, so every profile allows two requests or more rows than that.
         """
         batch = (1, 1, max(2, self.max_batch_size))
-        if network == "drafter_block":
+        if network.name == "drafter_block":
             # A block of one drafts nothing, but rows that are always one do not build.
             block, outputs = self.block_size, max(1, self.block_size - 1)
             rows = (block, block, max(2, block))
@@ -82,6 +95,9 @@ class EngineSizes:
             Profile("prefill", prefill),
             Profile("verify", {BATCH: batch, ROWS: rows, OUTPUTS: rows}),
         ]
+
+
+Sizes = EngineSizes | PagedSizes
 
 
 def encoding(options: BuildOptions, rank: int) -> Encoding:
@@ -102,12 +118,7 @@ def check(options: BuildOptions, networks: Mapping[str, Network]) -> None:
             "pass --activations bf16 or nvfp4"
         )
     if options.attention == "plugin":
-        reason = (
-            "the lowering does not use plugins/tree_attention yet"
-            if options.backend == "tensorrt"
-            else f"the network of {options.backend} has no plugin layers (tensorrt's has)"
-        )
-        raise OptionError(f"attention plugin: {reason}; pass --attention native")
+        _check_plugin(options, networks)
     if options.tree == "static":
         raise OptionError(
             f"tree static: calibrating it runs the engine, which backend {options.backend} "
@@ -125,6 +136,30 @@ def check(options: BuildOptions, networks: Mapping[str, Network]) -> None:
             if op.kind == "top_k_log_probs" and op.attrs["k"] > MAX_TOP_K:
                 raise OptionError(f"top_k {op.attrs['k']}: TensorRT offers at most {MAX_TOP_K}")
         constant_bytes(network, encoding(options, 0))
+
+
+def _check_plugin(options: BuildOptions, networks: Mapping[str, Network]) -> None:
+    if options.backend != "tensorrt":
+        raise OptionError(
+            f"attention plugin: the network of {options.backend} has no plugin layers "
+            "(tensorrt's has); pass --attention native"
+        )
+    if len(options.sm) != 1 or options.sm[0] not in SMS:
+        raise OptionError(
+            f"sm {', '.join(map(str, options.sm))}: an engine's plugin kernels are for one SM of "
+            f"{', '.join(map(str, SMS))}; pass --sm, or --attention native"
+        )
+    if options.page_size > MAX_PAGE_SIZE:
+        raise OptionError(
+            f"page_size {options.page_size}: attention plugin takes at most {MAX_PAGE_SIZE}"
+        )
+    states = [state for network in networks.values() for state in network.states.values()]
+    for state in states:
+        if state.head_dim not in HEAD_DIMS:
+            raise OptionError(
+                f"attention plugin: {state.name} has heads of {state.head_dim}, its kernels take "
+                f"{', '.join(map(str, HEAD_DIMS))}; pass --attention native"
+            )
 
 
 def rank_bytes(options: BuildOptions, networks: Mapping[str, Network], owner: Owner) -> int:
@@ -146,6 +181,7 @@ def engine_entry(
         "profiles": [asdict(profile) for profile in profiles],
         "inputs": [asdict(binding) for binding in lowered.inputs],
         "outputs": [asdict(binding) for binding in lowered.outputs],
+        "plans": [asdict(plan) for plan in lowered.plans],
     }
 
 
@@ -153,7 +189,7 @@ def build_engines(
     directory: Path,
     options: BuildOptions,
     networks: Mapping[str, Network],
-    sizes: EngineSizes,
+    sizes: Sizes,
     checkpoint_of: Callable[[Owner], WeightReader],
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -173,6 +209,7 @@ def build_engines(
         "library": library.backend,
         "version": library.version,
         "weights": "fp4" if weights_in_fp4(options.sm) else "int8",
+        "attention": options.attention,
         "cache_length": sizes.cache_length,
         "engines": {
             file: _build(
@@ -189,21 +226,33 @@ def _build(
     options: BuildOptions,
     network: Network,
     rank: int,
-    sizes: EngineSizes,
+    sizes: Sizes,
     checkpoint_of: Callable[[Owner], WeightReader],
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
     """Build one engine; returns its entry in the manifest."""
     how = encoding(options, rank)
     staged = path.with_suffix(".weights")
-    profiles = sizes.profiles(network.name)
+    profiles = sizes.profiles(network, how.shard)
+    paged = None
+    if isinstance(sizes, PagedSizes):
+        paged = paged_lowering(sizes, load_plugins(library), network, how.shard)
     try:
         weights = stage(staged, network, how, checkpoint_of, progress)
         messages = BuildMessages()
         logger = messages.logger(library.module)
         builder = library.module.Builder(logger)
-        lowered = lower(library.module, builder, network, how, weights, sizes.cache_length)
-        compile_engine(library, builder, messages, lowered, profiles, options.sm, path)
+        lowered = lower(library.module, builder, network, how, weights, sizes.cache_length, paged)
+        compile_engine(
+            library,
+            builder,
+            messages,
+            lowered,
+            profiles,
+            options.sm,
+            path,
+            plugins=paged is not None,
+        )
     finally:
         staged.unlink(missing_ok=True)
     inspection = inspect_engine(path, lowered.definition.num_layers, messages.notes)
@@ -211,6 +260,6 @@ def _build(
     inspection.check(
         path.name,
         fused_weights=quantized == {"nvfp4"},
-        attention=any(op.kind == "tree_attention" for op in network.ops),
+        attention=paged is None and any(op.kind == "tree_attention" for op in network.ops),
     )
     return engine_entry(network.name, rank, lowered, profiles) | inspection.manifest()

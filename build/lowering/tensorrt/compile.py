@@ -1,24 +1,16 @@
 """From a lowered network to an engine file, for SMs that need not be here."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trtree.build.lowering.tensorrt.context import Profile
 from trtree.build.lowering.tensorrt.library import Library
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
 from trtree.build.network.network import NetworkError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Profile:
-    """One optimization profile: per symbolic size, its least, usual and largest value."""
-
-    name: str
-    sizes: Mapping[str, tuple[int, int, int]]
 
 
 class BuildMessages:
@@ -52,8 +44,12 @@ def compile_engine(
     profiles: Sequence[Profile],
     sms: Sequence[int],
     path: Path,
+    *,
+    plugins: bool = False,
 ) -> int:
     """Build ``lowered`` and stream the engine to ``path``; returns its size in bytes.
+
+    ``plugins``: some layers are, and update KV in place.
 
     Raises:
         NetworkError: TensorRT could not build it; the message is TensorRT's first error.
@@ -61,6 +57,8 @@ def compile_engine(
     """
     trt = library.module
     config = _config(library, builder, sms)
+    if plugins:
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     for profile in profiles:
         config.add_optimization_profile(_profile(builder, lowered, profile))
     messages.errors.clear()

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trtree.build.lowering.tensorrt.emitter import Emitter
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.network import Network, Op
+
+if TYPE_CHECKING:
+    from trtree.build.lowering.tensorrt.paged import PagedLowering
 
 # Symbolic sizes: requests, rows per request, output rows per request.
 BATCH, ROWS, OUTPUTS = "batch", "rows", "outputs"
@@ -28,11 +31,21 @@ class Binding:
     alias: str | None = None
 
 
+@dataclass(frozen=True)
+class Profile:
+    """One optimization profile: per symbolic size, its least, usual and largest value."""
+
+    name: str
+    sizes: Mapping[str, tuple[int, int, int]]
+
+
 @dataclass
 class Lowering:
     """The state of one lowering; op functions take it first.
 
+    cache_length: positions that a request can have, and slots where they are contiguous.
     sharded: graph tensors of which a rank holds its part of the features (or heads).
+    paged: with plugin attention; the batch is then of one entry, which holds all rows.
     """
 
     emit: Emitter
@@ -43,8 +56,14 @@ class Lowering:
     values: dict[str, Any] = field(default_factory=dict)
     caches: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     masks: dict[tuple[str, int | None], Any] = field(default_factory=dict)
-    row_shapes: dict[int, Any] = field(default_factory=dict)
+    shapes: dict[tuple[int, ...], Any] = field(default_factory=dict)
     sharded: set[str] = field(default_factory=set)
+    paged: "PagedLowering | None" = None
+
+    @property
+    def batch(self) -> int | str:
+        """The first axis of what is not attention's."""
+        return 1 if self.paged else BATCH
 
     @property
     def ranks(self) -> int:
@@ -54,10 +73,44 @@ class Lowering:
         """Among how many ranks the features of a graph tensor are divided."""
         return self.ranks if tensor in self.sharded else 1
 
+    def row_shape(self, size: int) -> Any:
+        """int32 [3]: B, W, size. Shared by all that slice or make rows."""
+        if (size,) not in self.shapes:
+            with self.emit.op("rows.shape"):
+                rows = self.values["positions"]
+                parts = [self.emit.size("batch", rows, 0), self.emit.size("width", rows, 1)]
+                self.shapes[(size,)] = self._joined([*parts, size], f"{size}")
+        return self.shapes[(size,)]
+
+    def expert_shape(self, x: Any, size: int) -> Any:
+        """int32 [3]: E, B * W, size, for x [E, B * W, F]."""
+        experts = int(x.shape[0])
+        if (experts, size) not in self.shapes:
+            with self.emit.op("experts.shape"):
+                parts = [experts, self.emit.size("rows", x, 1), size]
+                self.shapes[experts, size] = self._joined(parts, f"{experts}x{size}")
+        return self.shapes[experts, size]
+
+    def _joined(self, parts: list[Any], name: str) -> Any:
+        """int32 [n] of sizes known now and sizes known when it runs."""
+        emit = self.emit
+        known = [
+            emit.constant(f"constant/size/{part}", torch.tensor([part]).int())
+            if isinstance(part, int)
+            else part
+            for part in parts
+        ]
+        return emit.layer(name, emit.network.add_concatenation(known)).get_output(0)
+
     def constant(self, op: Op, part: str) -> Any:
         """A part of the op's weight; what it is made of, ``weights.Encoding`` says."""
         name = self._constant_name(op, part)
         return self.emit.constant(name, self.weights[name])
+
+    @staticmethod
+    def is_wide(op: Op) -> bool:
+        """Whether the result stays in float32."""
+        return bool(op.attrs.get("dtype") == "float32")
 
     def has_bias(self, op: Op) -> bool:
         return self._constant_name(op, "bias") in self.weights

@@ -119,10 +119,14 @@ class Emitter:
         kind = getattr(self.trt.UnaryOperation, op)
         return self.layer(name, self.network.add_unary(x, kind)).get_output(0)
 
-    def reduce(self, name: str, op: str, x: Any, *, keep: bool) -> Any:
-        """Over the last axis."""
+    def sigmoid(self, name: str, x: Any) -> Any:
+        kind = self.trt.ActivationType.SIGMOID
+        return self.layer(name, self.network.add_activation(x, kind)).get_output(0)
+
+    def reduce(self, name: str, op: str, x: Any, *, keep: bool, axis: int | None = None) -> Any:
+        """Over one axis, by default the last."""
         kind = getattr(self.trt.ReduceOperation, op)
-        axes = 1 << (len(x.shape) - 1)
+        axes = 1 << (len(x.shape) - 1 if axis is None else axis)
         return self.layer(name, self.network.add_reduce(x, kind, axes, keep)).get_output(0)
 
     def shuffle(

@@ -4,6 +4,7 @@
 SMs they target and whether a build needs a GPU differ.
 """
 
+import functools
 import importlib
 import os
 from collections.abc import Sequence
@@ -106,6 +107,25 @@ def present_sm() -> int | None:
         return None
     major, minor = torch.cuda.get_device_capability()
     return major * 10 + minor
+
+
+@functools.cache
+def load_plugins(library: Library) -> Any:
+    """The library's plugin module, with this project's attention plugins registered.
+
+    Raises:
+        OptionError: there is none, or no Triton to compile their kernels with.
+    """
+    try:
+        plugins = importlib.import_module(f"{library.module.__name__}.plugin")
+        from trtree.plugins.tree_attention.tensorrt_plugin import register_plugins
+    except ImportError as error:
+        raise OptionError(
+            f"attention plugin: {error}; pip install 'trtree[gpu,{library.backend}]', or pass "
+            "--attention native"
+        ) from None
+    register_plugins(library.module, plugins)
+    return plugins
 
 
 def weights_in_fp4(sms: Sequence[int]) -> bool:

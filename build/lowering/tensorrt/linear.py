@@ -16,7 +16,8 @@ def linear(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     if parallel == "row" and low.ranks > 1 and op.inputs[0] not in low.sharded:
         raise NetworkError(f"{op.name}: row-parallel, but its input is whole on every rank")
     if weight.kind == "dense":
-        y = low.emit.matmul("product", x[0], low.constant(op, "weight"))
+        operand = low.emit.wide(x[0]) if low.is_wide(op) else x[0]
+        y = low.emit.matmul("product", operand, low.constant(op, "weight"))
     elif weight.activations == "nvfp4":
         y = _w4a4(low, op, x[0])
     else:
@@ -27,28 +28,33 @@ def linear(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
         low.sharded.update(op.outputs)
     if low.has_bias(op):
         y = low.emit.binary("biased", "SUM", low.emit.wide(y), low.constant(op, "bias"))
-    return [low.rounded(y)]
+    return [low.emit.wide(y) if low.is_wide(op) else low.rounded(y)]
 
 
 def _w4a4(low: Lowering, op: Op, x: Any) -> Any:
     """Both operands in FP4. TensorRT fuses the dequantizations into the product; in
     float32 they lose nothing, and the product comes out in float32."""
+    weight = fp4_weight(low, op, low.constant(op, "global_scale"))
+    return low.emit.matmul("product", quantized(low, op, x), weight)
+
+
+def quantized(low: Lowering, op: Op, x: Any) -> Any:
+    """x [..., K] rounded to NVFP4 by the weight's input_scale, in float32."""
     emit, trt = low.emit, low.emit.trt
     if not low.encoding.fp4:
         raise NetworkError(f"{op.name}: NVFP4 activations need an SM with FP4")
     scale = low.constant(op, "input_scale")
     layer = emit.network.add_dynamic_quantize(x, len(x.shape) - 1, BLOCK, trt.fp4, trt.fp8)
     layer.set_input(1, scale)
-    quantized = emit.layer("quantized", layer)
-    x = _dequantize(low, "input", quantized.get_output(0), quantized.get_output(1), scale)
-    return emit.matmul("product", x, _fp4_weight(low, op))
+    codes = emit.layer("quantized", layer)
+    return _dequantize(low, "input", codes.get_output(0), codes.get_output(1), scale)
 
 
 def _w4a16(low: Lowering, op: Op, x: Any) -> Any:
     """The weight is widened to the network's dtype before the product."""
     emit = low.emit
     if low.encoding.fp4:
-        wide = _fp4_weight(low, op)
+        wide = fp4_weight(low, op, low.constant(op, "global_scale"))
     else:
         values, scale = low.constant(op, "values"), low.constant(op, "scale")
         added = emit.network.add_dequantize(values, scale, emit.trt.float32)
@@ -58,13 +64,14 @@ def _w4a16(low: Lowering, op: Op, x: Any) -> Any:
     return emit.matmul("product", x, emit.cast(wide, x.dtype))
 
 
-def _fp4_weight(low: Lowering, op: Op) -> Any:
+def fp4_weight(low: Lowering, op: Op, global_scale: Any) -> Any:
+    """The op's FP4 weight in float32; global_scale: a scalar."""
     return _dequantize(
         low,
         "weight",
         low.constant(op, "codes"),
         low.constant(op, "block_scale"),
-        low.constant(op, "global_scale"),
+        global_scale,
     )
 
 

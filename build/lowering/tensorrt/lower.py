@@ -1,16 +1,19 @@
 """A network in the vocabulary -> INetworkDefinition, by one table from op to layers.
 
 The ragged rows become a padded batch: ``[rows, F]`` is ``[B, W, F]``, ``[rows, heads, D]``
-is ``[B, heads, W, D]`` and ``[outputs, F]`` is ``[B, O, F]``. A batch index is a cache
-slot; row w of a request is written at its committed length plus w.
+is ``[B, heads, W, D]``, ``[rows, slots, F]`` of experts is ``[experts, B * W, F]`` and
+``[outputs, F]`` is ``[B, O, F]``. A batch index is a cache slot; row w of a request is
+written at its committed length plus w. With plugin attention (paged.py) rows stay ragged,
+and B is 1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from trtree.build.lowering.tensorrt import paged as paged_attention
 from trtree.build.lowering.tensorrt.context import (
     BATCH,
     OUTPUT_PREFIX,
@@ -21,6 +24,7 @@ from trtree.build.lowering.tensorrt.context import (
 )
 from trtree.build.lowering.tensorrt.emitter import Emitter
 from trtree.build.lowering.tensorrt.ops import OPS, SHARDABLE
+from trtree.build.lowering.tensorrt.paged import PagedLowering, StepPlan, Unturned
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.network import Network, NetworkError
 
@@ -37,7 +41,8 @@ class LoweredNetwork:
     """A finished INetworkDefinition and what is needed to build, run or evaluate it.
 
     constants: by layer name, the memory that the network borrows. tensors: from a tensor
-    of the graph to the network tensor that holds it, in the layout above.
+    of the graph to the network tensor that holds it, in the layout above. plans: the work
+    items that a step of plugin attention brings.
     """
 
     definition: Any
@@ -45,6 +50,7 @@ class LoweredNetwork:
     outputs: list[Binding]
     constants: Mapping[str, torch.Tensor]
     tensors: Mapping[str, str]
+    plans: Sequence[StepPlan] = ()
 
 
 def lower(
@@ -54,18 +60,21 @@ def lower(
     encoding: Encoding,
     weights: Mapping[str, torch.Tensor],
     cache_length: int,
+    paged: PagedLowering | None = None,
 ) -> LoweredNetwork:
     """Lower ``network`` for one rank.
 
     Args:
         trt: the library's module. builder: its Builder, which outlives the network.
         weights: what ``weights.stage`` returned for this network and encoding.
-        cache_length: slots per request in the KV cache; static.
+        cache_length: slots per request in the KV cache, static; positions where it is paged.
+        paged: for plugin attention.
 
     Raises:
         NetworkError: an op has no lowering, or TensorRT refused a layer.
     """
-    unknown = sorted({op.kind for op in network.ops} - set(OPS))
+    functions = OPS | paged_attention.OPS if paged else OPS
+    unknown = sorted({op.kind for op in network.ops} - set(functions))
     if unknown:
         raise NetworkError(f"{network.name}: the TensorRT lowering has no {unknown}")
     flags = 0
@@ -73,35 +82,56 @@ def lower(
         flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     definition = builder.create_network(flags)
     definition.name = network.name
-    low = Lowering(Emitter(trt, definition), network, encoding, weights, cache_length)
+    low = Lowering(Emitter(trt, definition), network, encoding, weights, cache_length, paged=paged)
     inputs = [_input(low, name) for name in network.inputs]
+    inputs += _step_inputs(low)
     inputs += _cache_inputs(low)
     for op in network.ops:
         if op.kind not in SHARDABLE and not low.sharded.isdisjoint(op.inputs):
             raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
+        operands = [low.values[name] for name in op.inputs]
+        if op.kind not in paged_attention.TURNING and any(
+            isinstance(operand, Unturned) for operand in operands
+        ):
+            raise NetworkError(f"{op.name}: plugin attention turns {op.inputs[0]} for itself alone")
         with low.emit.op(op.name):
-            results = OPS[op.kind](low, op, [low.values[name] for name in op.inputs])
+            results = functions[op.kind](low, op, operands)
         for name, value in zip(op.outputs, results, strict=True):
             low.values[name] = value
     outputs = _outputs(low)
-    tensors = {name: value.name for name, value in low.values.items()}
-    return LoweredNetwork(definition, inputs, outputs, low.emit.constants, tensors)
+    tensors = {
+        name: value.name for name, value in low.values.items() if not isinstance(value, Unturned)
+    }
+    plans = list(dict.fromkeys(paged.plans.values())) if paged else []
+    return LoweredNetwork(definition, inputs, outputs, low.emit.constants, tensors, plans)
 
 
 def _input(low: Lowering, name: str) -> Binding:
     tensor = low.network.tensors[name]
     first = OUTPUTS if tensor.shape[0] == "outputs" else ROWS
-    as_it_is = Binding(name, tensor.dtype, (BATCH, first, *tensor.shape[1:]))
-    binding = _RESHAPED_INPUTS.get(name, as_it_is)
+    as_it_is = Binding(name, tensor.dtype, (low.batch, first, *tensor.shape[1:]))
+    reshaped = paged_attention.reshaped_inputs(low) if low.paged else _RESHAPED_INPUTS
+    binding = reshaped.get(name, as_it_is)
     low.values[name] = _add_input(low, binding)
     return binding
+
+
+def _step_inputs(low: Lowering) -> list[Binding]:
+    if low.paged is None:
+        return []
+    bindings = paged_attention.step_inputs(low.paged)
+    low.paged.step |= {binding.name: _add_input(low, binding) for binding in bindings}
+    return bindings
 
 
 def _cache_inputs(low: Lowering) -> list[Binding]:
     bindings = []
     for state in low.network.states.values():
         heads = low.encoding.shard.part(state.heads, f"{state.name}: KV heads")
-        dims = (BATCH, heads, low.cache_length, state.head_dim)
+        dims: tuple[int | str, ...] = (BATCH, heads, low.cache_length, state.head_dim)
+        if low.paged:
+            sizes = low.paged.sizes
+            dims = (sizes.num_pages, sizes.page_size, heads, state.head_dim)
         both = [Binding(f"{state.name}.{which}", state.dtype, dims) for which in "kv"]
         low.caches[state.name] = (_add_input(low, both[0]), _add_input(low, both[1]))
         bindings += both
@@ -124,7 +154,7 @@ def _outputs(low: Lowering) -> list[Binding]:
         tensor = low.network.tensors[name]
         first = OUTPUTS if tensor.shape[0] == "outputs" else ROWS
         features = [int(dim) // low.ranks_of(name) for dim in tensor.shape[1:]]
-        binding = Binding(OUTPUT_PREFIX + role, tensor.dtype, (BATCH, first, *features))
+        binding = Binding(OUTPUT_PREFIX + role, tensor.dtype, (low.batch, first, *features))
         low.values[name].name = binding.name
         low.emit.network.mark_output(low.values[name])
         bindings.append(binding)
@@ -133,6 +163,6 @@ def _outputs(low: Lowering) -> list[Binding]:
             source = f"{state}.{which}"
             cache.name = OUTPUT_PREFIX + source
             low.emit.network.mark_output(cache)
-            dims = (BATCH, *cache.shape[1:])
+            dims = tuple(cache.shape) if low.paged else (BATCH, *cache.shape[1:])
             bindings.append(Binding(cache.name, low.network.states[state].dtype, dims, source))
     return bindings

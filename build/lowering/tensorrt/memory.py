@@ -1,30 +1,31 @@
 """What an engine will need on one GPU, from its networks alone."""
 
+import math
 from dataclasses import dataclass
 
-from trtree.build.lowering.tensorrt.backend import EngineSizes
-from trtree.build.lowering.tensorrt.compile import Profile
-from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS
+from trtree.build.lowering.tensorrt.backend import Sizes
+from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS, Profile
+from trtree.build.lowering.tensorrt.paged import PagedSizes
 from trtree.build.lowering.tensorrt.weights import Encoding
-from trtree.build.network.network import Network, Tensor
+from trtree.build.network.network import Network, Op, Tensor
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
 
 
-def kv_bytes(network: Network, sizes: EngineSizes, encoding: Encoding) -> int:
+def kv_bytes(network: Network, sizes: Sizes, encoding: Encoding) -> int:
     """The caches of all of a network's layers, one rank's heads."""
-    slots = sizes.max_batch_size * sizes.cache_length
-    return sum(
-        2 * slots * encoding.shard.part(s.heads, s.name) * s.head_dim * _ITEM_BYTES[s.dtype]
+    per_slot = sum(
+        2 * encoding.shard.part(s.heads, s.name) * s.head_dim * _ITEM_BYTES[s.dtype]
         for s in network.states.values()
     )
+    return sizes.kv_slots * per_slot
 
 
 @dataclass(frozen=True)
 class Workspace:
     """Estimates, in bytes, for the largest profile.
 
-    activations: most that lives between ops at once, and the mask. logits: their copy in
+    activations: most that lives between ops at once, and attention's own. logits: their copy in
     float32, which argmax and top-k read. widened: the largest weight that is rewritten to
     bf16 at run time.
     """
@@ -34,12 +35,12 @@ class Workspace:
     widened: int
 
 
-def workspace(network: Network, sizes: EngineSizes, encoding: Encoding) -> Workspace:
+def workspace(network: Network, sizes: Sizes, encoding: Encoding) -> Workspace:
     """A network's own estimate; TensorRT reports its figure once the engine is built."""
-    profiles = sizes.profiles(network.name)
+    profiles = sizes.profiles(network, encoding.shard)
     return Workspace(
         max(
-            _peak(network, profile, encoding) + _mask(profile, sizes.cache_length)
+            _peak(network, profile, encoding) + _attention(network, profile, sizes, encoding)
             for profile in profiles
         ),
         max(_logits(network, profile, encoding) for profile in profiles),
@@ -57,14 +58,36 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
             live[name] = _tensor_bytes(network.tensors[name], profile, encoding)
             if op.weights and network.weights[op.weights[0]].activations == "nvfp4":
                 live[name] *= 2  # W4A4 products come out in float32
-        peak = max(peak, sum(live.values()))
+        passing = 0
+        if op.kind in ("experts_up", "experts_down"):
+            passing, result = _of_every_expert(network, op, profile, encoding)
+            live[op.outputs[0]] = result or live[op.outputs[0]]
+        peak = max(peak, sum(live.values()) + passing)
         live = {name: size for name, size in live.items() if last.get(name, -1) > index}
     return peak
 
 
-def _mask(profile: Profile, cache_length: int) -> int:
-    """bool [B, W, S]."""
-    return profile.sizes[BATCH][2] * profile.sizes[ROWS][2] * cache_length
+def _of_every_expert(
+    network: Network, op: Op, profile: Profile, encoding: Encoding
+) -> tuple[int, int]:
+    """All experts compute all rows: their products in float32, and what ``experts_up`` makes
+    of them in bf16 (0 for ``experts_down``, which sums them)."""
+    weight = network.weights[op.weights[0]]
+    rows = profile.sizes[BATCH][2] * profile.sizes[ROWS][2]
+    numbers = rows * weight.experts * weight.shape[1]
+    if op.kind == "experts_down":
+        return 4 * numbers, 0
+    return 4 * numbers // encoding.shard.size, numbers // encoding.shard.size
+
+
+def _attention(network: Network, profile: Profile, sizes: Sizes, encoding: Encoding) -> int:
+    """The mask, bool [B, W, S]; or the plugins' partial results, float32 [items, KV heads,
+    block_m, D + 1], of one layer."""
+    if not isinstance(sizes, PagedSizes):
+        return profile.sizes[BATCH][2] * profile.sizes[ROWS][2] * sizes.cache_length
+    widest = max((state.head_dim for state in network.states.values()), default=0)
+    plans = sizes.plans(network, encoding.shard).values()
+    return max((4 * p.max_items * p.kv_heads * p.block_m * (widest + 1) for p in plans), default=0)
 
 
 def _logits(network: Network, profile: Profile, encoding: Encoding) -> int:
@@ -77,7 +100,7 @@ def _widened(network: Network, encoding: Encoding) -> int:
     """FP4 activations take FP4 weights as they are; bf16 ones need the weight in bf16."""
     return max(
         (
-            2 * weight.shape[0] * weight.shape[1] // encoding.shard.size
+            2 * math.prod(weight.shape) // encoding.shard.size
             for weight in network.weights.values()
             if weight.kind == "nvfp4" and weight.activations != "nvfp4"
         ),

@@ -3,14 +3,13 @@ but for matrix products and attention, whose kernels do so themselves."""
 
 from typing import Any
 
-import torch
-
 from trtree.build.lowering.tensorrt.attention import (
     kv_append,
     rotary_embedding,
     tree_attention,
 )
 from trtree.build.lowering.tensorrt.context import Lowering, OpFunction
+from trtree.build.lowering.tensorrt.experts import experts_down, experts_up, route
 from trtree.build.lowering.tensorrt.linear import linear
 from trtree.build.lowering.tensorrt.sampling import argmax, top_k_log_probs
 from trtree.build.network.network import NetworkError, Op
@@ -26,7 +25,7 @@ def _rms_norm(low: Lowering, op: Op, x: Values) -> Values:
     emit = low.emit
     rank = len(x[0].shape)
     if op.inputs[0] in low.sharded:
-        if rank == 3:
+        if len(low.network.tensors[op.inputs[0]].shape) == 2:
             raise NetworkError(f"{op.name}: norms features that are divided among ranks")
         _inherit(low, op)  # per head, and heads are whole
     wide = emit.wide(x[0])
@@ -52,9 +51,7 @@ def _silu_mul(low: Lowering, op: Op, x: Values) -> Values:
     emit = low.emit
     _inherit(low, op)
     gate, up = emit.wide(x[0]), emit.wide(x[1])
-    kind = emit.trt.ActivationType.SIGMOID
-    sigmoid = emit.layer("sigmoid", emit.network.add_activation(gate, kind)).get_output(0)
-    silu = emit.binary("silu", "PROD", gate, sigmoid)
+    silu = emit.binary("silu", "PROD", gate, emit.sigmoid("sigmoid", gate))
     return [low.rounded(emit.binary("gated", "PROD", silu, up))]
 
 
@@ -75,23 +72,9 @@ def _split(low: Lowering, op: Op, x: Values) -> Values:
 def _last_axis_slice(low: Lowering, name: str, x: Any, start: int, size: int) -> Any:
     """x[..., start : start + size] of a [B, W, F] tensor."""
     emit = low.emit
-    shape = _row_shape(low, size)
     layer = emit.network.add_slice(x, (0, 0, start), (1, 1, size), (1, 1, 1))
-    layer.set_input(2, shape)
+    layer.set_input(2, low.row_shape(size))
     return emit.layer(name, layer).get_output(0)
-
-
-def _row_shape(low: Lowering, size: int) -> Any:
-    """int32 [3]: B, W, size. Shared by all that slice rows."""
-    if size not in low.row_shapes:
-        emit = low.emit
-        with emit.op("rows.shape"):
-            rows = low.values["positions"]
-            last = emit.constant(f"constant/size/{size}", torch.tensor([size]).int())
-            parts = [emit.size("batch", rows, 0), emit.size("width", rows, 1), last]
-            joined = emit.layer(f"{size}", emit.network.add_concatenation(parts))
-            low.row_shapes[size] = joined.get_output(0)
-    return low.row_shapes[size]
 
 
 def _concat(low: Lowering, op: Op, x: Values) -> Values:
@@ -131,6 +114,7 @@ def _inherit(low: Lowering, op: Op) -> None:
 SHARDABLE = frozenset(
     {
         "argmax",
+        "experts_down",
         "kv_append",
         "linear",
         "reshape",
@@ -149,12 +133,15 @@ OPS: dict[str, OpFunction] = {
     "argmax": argmax,
     "concat": _concat,
     "embedding": _embedding,
+    "experts_down": experts_down,
+    "experts_up": experts_up,
     "gather_rows": _gather_rows,
     "kv_append": kv_append,
     "linear": linear,
     "reshape": _reshape,
     "rms_norm": _rms_norm,
     "rotary_embedding": rotary_embedding,
+    "route": route,
     "scale": _scale,
     "silu_mul": _silu_mul,
     "split": _split,

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from trtree.build.lowering.reference import TORCH_DTYPES
 from trtree.build.lowering.reference_weights import read_weight
+from trtree.build.lowering.shard import WHOLE, Shard
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import Parallel
 from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
@@ -21,34 +22,15 @@ from trtree.plugins.nvfp4_linear import format as nvfp4
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One rank of a tensor-parallel engine."""
-
-    rank: int = 0
-    size: int = 1
-
-    def part(self, total: int, what: str) -> int:
-        """``total`` divided among the ranks.
-
-        Raises:
-            NetworkError: it does not divide.
-        """
-        if total % self.size:
-            raise NetworkError(f"{what}: {total} does not divide among {self.size} ranks")
-        return total // self.size
-
-    def of(self, tensor: torch.Tensor, axis: int, what: str) -> torch.Tensor:
-        """This rank's part of ``axis``."""
-        length = self.part(tensor.shape[axis], what)
-        return tensor.narrow(axis, self.rank * length, length)
-
-
-@dataclass(frozen=True)
 class WeightUse:
-    """A weight as one op uses it. A tied embedding has two uses: whole, and split as head."""
+    """A weight as one op uses it. A tied embedding has two uses: whole, and split as head.
+
+    wide: dense weights in float32, for an op that computes in it.
+    """
 
     weight: Weight
     parallel: Parallel | None
+    wide: bool = False
 
     @property
     def prefix(self) -> str:
@@ -65,11 +47,12 @@ class Encoding:
     """
 
     fp4: bool = True
-    shard: Shard = Shard()
+    shard: Shard = WHOLE
 
     def use(self, weight: Weight, op: Op) -> WeightUse:
         """How ``op`` uses its weight; on one rank nothing is split."""
-        return WeightUse(weight, op.attrs.get("parallel") if self.shard.size > 1 else None)
+        parallel = op.attrs.get("parallel") if self.shard.size > 1 else None
+        return WeightUse(weight, parallel, op.attrs.get("dtype") == "float32")
 
     def uses(self, network: Network) -> list[WeightUse]:
         """All distinct uses, in the order of the ops."""
@@ -81,21 +64,22 @@ class Encoding:
         weight, shape = use.weight, self._local_shape(use)
         if len(shape) == 1:
             return {"weight": TensorSpec(shape, torch.float32)}
-        rows, k = shape
+        *rows, k = shape
         specs = {}
         if weight.kind == "dense":
-            specs["weight"] = TensorSpec(shape, dtype)
+            specs["weight"] = TensorSpec(shape, torch.float32 if use.wide else dtype)
         elif self.fp4:
-            specs["codes"] = TensorSpec((rows, k // 2), torch.uint8)
-            specs["block_scale"] = TensorSpec((rows, k // nvfp4.BLOCK), torch.float8_e4m3fn)
-            specs["global_scale"] = TensorSpec((), torch.float32)
+            specs["codes"] = TensorSpec((*rows, k // 2), torch.uint8)
+            specs["block_scale"] = TensorSpec((*rows, k // nvfp4.BLOCK), torch.float8_e4m3fn)
+            each = (weight.experts, 1, 1) if weight.experts else ()
+            specs["global_scale"] = TensorSpec(each, torch.float32)
         else:
             specs["values"] = TensorSpec(shape, torch.int8)
-            specs["scale"] = TensorSpec((rows, k // nvfp4.BLOCK), torch.float32)
+            specs["scale"] = TensorSpec((*rows, k // nvfp4.BLOCK), torch.float32)
         if weight.activations == "nvfp4":
             specs["input_scale"] = TensorSpec((), torch.float32)
         if weight.has_bias:
-            specs["bias"] = TensorSpec((1, 1, rows), torch.float32)
+            specs["bias"] = TensorSpec((1, 1, *rows), torch.float32)
         return specs
 
     def tensors(
@@ -108,10 +92,12 @@ class Encoding:
             name.removeprefix(f"{weight.name}."): self._local(use, tensor)
             for name, tensor in stored.items()
         }
+        if weight.experts and weight.kind == "nvfp4":
+            parts["global_scale"] = parts["global_scale"].reshape(-1, 1, 1)
         if len(weight.shape) == 1:
             parts["weight"] = parts["weight"].float()
         elif weight.kind == "dense":
-            parts["weight"] = parts["weight"].to(dtype)
+            parts["weight"] = parts["weight"].to(torch.float32 if use.wide else dtype)
         elif not self.fp4:
             parts["scale"] = parts.pop("block_scale").float() * parts.pop("global_scale") / 2
             parts["values"] = (2 * nvfp4.e2m1_values(parts.pop("codes"))).to(torch.int8)
@@ -122,25 +108,34 @@ class Encoding:
     def _local_shape(self, use: WeightUse) -> tuple[int, ...]:
         weight, part = use.weight, self.shard.part
         if use.parallel == "column":
-            return (sum(part(n, weight.name) for n in weight.out_sizes), *weight.shape[1:])
+            rows = sum(part(n, weight.name) for n in _sizes(weight))
+            if len(weight.shape) == 1:
+                return (rows,)
+            return (*weight.shape[:-2], rows, *weight.shape[-1:])
         if use.parallel == "row":
-            k = part(weight.shape[1], weight.name)
+            k = part(weight.shape[-1], weight.name)
             if weight.kind == "nvfp4" and k % nvfp4.BLOCK:
                 raise NetworkError(
-                    f"{weight.name}: a rank's {k} of {weight.shape[1]} columns are no whole "
+                    f"{weight.name}: a rank's {k} of {weight.shape[-1]} columns are no whole "
                     f"NVFP4 blocks of {nvfp4.BLOCK}"
                 )
-            return (weight.shape[0], k)
+            return (*weight.shape[:-1], k)
         return weight.shape
 
     def _local(self, use: WeightUse, tensor: torch.Tensor) -> torch.Tensor:
-        name = use.weight.name
-        if use.parallel == "column" and tensor.ndim:
-            modules = torch.split(tensor, list(use.weight.out_sizes))
-            return torch.cat([self.shard.of(module, 0, name) for module in modules])
-        if use.parallel == "row" and tensor.ndim == 2:
-            return self.shard.of(tensor, 1, name)
+        name, stacked = use.weight.name, bool(use.weight.experts)
+        if use.parallel == "column" and tensor.ndim > (1 if stacked else 0):
+            modules = torch.split(tensor, _sizes(use.weight), dim=int(stacked))
+            parts = [self.shard.of(module, int(stacked), name) for module in modules]
+            return torch.cat(parts, dim=int(stacked))
+        if use.parallel == "row" and tensor.ndim >= 2:
+            return self.shard.of(tensor, tensor.ndim - 1, name)
         return tensor
+
+
+def _sizes(weight: Weight) -> list[int]:
+    """Out_features of each module of a linear, or of one expert's."""
+    return list(weight.out_sizes[: len(weight.out_sizes) // (weight.experts or 1)])
 
 
 def constant_bytes(network: Network, encoding: Encoding) -> int:

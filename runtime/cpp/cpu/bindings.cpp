@@ -20,14 +20,18 @@ using namespace cpu;
 void bind_plan(nb::module_& m) {
   nb::enum_<OpKind>(m, "OpKind")
       .value("add", OpKind::kAdd)
+      .value("all_gather", OpKind::kAllGather)
       .value("argmax", OpKind::kArgmax)
       .value("concat", OpKind::kConcat)
       .value("embedding", OpKind::kEmbedding)
+      .value("experts_down", OpKind::kExpertsDown)
+      .value("experts_up", OpKind::kExpertsUp)
       .value("gather_rows", OpKind::kGatherRows)
       .value("kv_append", OpKind::kKvAppend)
       .value("linear", OpKind::kLinear)
       .value("rms_norm", OpKind::kRmsNorm)
       .value("rotary_embedding", OpKind::kRotaryEmbedding)
+      .value("route", OpKind::kRoute)
       .value("scale", OpKind::kScale)
       .value("silu_mul", OpKind::kSiluMul)
       .value("top_k_log_probs", OpKind::kTopKLogProbs)
@@ -55,11 +59,14 @@ void bind_plan(nb::module_& m) {
       .def_rw("weight", &PlanOp::weight)
       .def_rw("state", &PlanOp::state)
       .def_rw("rope", &PlanOp::rope)
+      .def_rw("routing", &PlanOp::routing)
       .def_rw("heads", &PlanOp::heads)
       .def_rw("scale", &PlanOp::scale)
       .def_rw("eps", &PlanOp::eps)
       .def_rw("window", &PlanOp::window)
-      .def_rw("causal_mask", &PlanOp::causal_mask);
+      .def_rw("causal_mask", &PlanOp::causal_mask)
+      .def_rw("row_parallel", &PlanOp::row_parallel)
+      .def_rw("rank_columns", &PlanOp::rank_columns);
   nb::class_<PlanNetwork>(m, "PlanNetwork")
       .def(nb::init<>())
       .def_rw("buffers", &PlanNetwork::buffers)
@@ -81,6 +88,8 @@ void bind_plan(nb::module_& m) {
       .def_rw("dtype", &PlanWeight::dtype)
       .def_rw("global_scale", &PlanWeight::global_scale)
       .def_rw("input_scale", &PlanWeight::input_scale)
+      .def_rw("experts", &PlanWeight::experts)
+      .def_rw("expert_scales", &PlanWeight::expert_scales)
       .def_rw("segments", &PlanWeight::segments);
   nb::class_<PlanState>(m, "PlanState")
       .def(nb::init<>())
@@ -92,13 +101,58 @@ void bind_plan(nb::module_& m) {
       .def_rw("inv_freq", &PlanRope::inv_freq)
       .def_rw("scaling", &PlanRope::scaling)
       .def_rw("interleaved", &PlanRope::interleaved);
+  nb::class_<moe::Routing>(m, "PlanRouting")
+      .def(nb::init<>())
+      .def_rw("experts", &moe::Routing::experts)
+      .def_rw("top_k", &moe::Routing::top_k)
+      .def_rw("sigmoid", &moe::Routing::sigmoid)
+      .def_rw("normalize", &moe::Routing::normalize)
+      .def_rw("scale", &moe::Routing::scale)
+      .def_rw("groups", &moe::Routing::groups)
+      .def_rw("top_groups", &moe::Routing::top_groups);
   nb::class_<Plan>(m, "Plan")
       .def(nb::init<>())
       .def_rw("directory", &Plan::directory)
+      .def_rw("rank", &Plan::rank)
+      .def_rw("ranks", &Plan::ranks)
       .def_rw("networks", &Plan::networks)
       .def_rw("weights", &Plan::weights)
       .def_rw("states", &Plan::states)
-      .def_rw("ropes", &Plan::ropes);
+      .def_rw("ropes", &Plan::ropes)
+      .def_rw("routings", &Plan::routings);
+}
+
+// Collectives whose exchange is a Python function: for ranks that are threads, or any
+// transport that Python has.
+class PythonCollectives final : public Collectives {
+ public:
+  PythonCollectives(int32_t rank, int32_t size, nb::object exchange)
+      : rank_(rank), size_(size), exchange_(std::move(exchange)) {}
+
+  int32_t rank() const override { return rank_; }
+  int32_t size() const override { return size_; }
+  void all_gather(std::span<const float> mine, std::span<float> all) override {
+    const nb::gil_scoped_acquire gil;
+    // An owner, even None, makes these views.
+    exchange_(
+        nb::ndarray<nb::numpy, const float, nb::ndim<1>>(mine.data(), {mine.size()}, nb::none()),
+        nb::ndarray<nb::numpy, float, nb::ndim<1>>(all.data(), {all.size()}, nb::none()));
+  }
+
+ private:
+  const int32_t rank_, size_;
+  const nb::object exchange_;
+};
+
+void bind_collectives(nb::module_& m) {
+  nb::class_<Collectives>(m, "Collectives",
+                          "How ranks put their parts together; see cpu/collectives.hpp.")
+      .def_prop_ro("rank", &Collectives::rank)
+      .def_prop_ro("size", &Collectives::size);
+  nb::class_<PythonCollectives, Collectives>(m, "PythonCollectives")
+      .def(nb::init<int32_t, int32_t, nb::object>(), "rank"_a, "size"_a, "all_gather"_a,
+           "all_gather(mine, all) fills `all` with every rank's `mine` in order: float32 arrays "
+           "that are valid until it returns.");
 }
 
 nb::list copies(const std::vector<Matrix>& matrices) {
@@ -120,15 +174,17 @@ nb::list copies(const std::vector<Matrix>& matrices) {
 void bind_cpu_engine(nb::module_& m) {
   nb::module_ sub = m.def_submodule("cpu", "The CPU engine and its plan.");
   bind_plan(sub);
+  bind_collectives(sub);
   nb::class_<CpuEngine, Engine>(sub, "CpuEngine", "Runs a plan; see runtime/cpp/cpu.")
       .def(
           "__init__",
           [](CpuEngine* self, Plan plan, Capabilities capabilities, int32_t mask_token_id,
-             int num_threads, const std::string& isa) {
+             int num_threads, const std::string& isa, Collectives* collectives) {
             new (self) CpuEngine(std::move(plan), std::move(capabilities), mask_token_id,
-                                 num_threads, isa_from_name(isa));
+                                 num_threads, isa_from_name(isa), collectives);
           },
           "plan"_a, "capabilities"_a, "mask_token_id"_a, "num_threads"_a, "isa"_a = "",
+          "collectives"_a.none() = nullptr, nb::keep_alive<1, 7>(),
           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "observe",

@@ -21,12 +21,12 @@ attention::Segment attention_segment(const Sequence& sequence, int32_t first_row
 }  // namespace
 
 CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id, int num_threads,
-                     Isa isa)
+                     Isa isa, Collectives* collectives)
     : plan_(std::move(plan)),
       capabilities_(std::move(capabilities)),
       mask_token_id_(mask_token_id),
       threads_(num_threads),
-      weights_((check_plan(plan_), plan_)) {
+      weights_((check_plan(plan_), check_ranks(plan_, collectives), plan_)) {
   const int64_t slots = static_cast<int64_t>(capabilities_.num_pages) * capabilities_.page_size;
   int64_t floats = 0;
   for (const PlanState& state : plan_.states) floats += 2 * slots * state.heads * state.head_dim;
@@ -40,8 +40,8 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
     next += 2 * size;
   }
   for (const auto& [name, network] : plan_.networks) {
-    runners_[name] =
-        std::make_unique<NetworkRunner>(plan_, network, weights_, caches_, threads_, isa);
+    runners_[name] = std::make_unique<NetworkRunner>(plan_, network, weights_, caches_, threads_,
+                                                     isa, collectives);
   }
 }
 

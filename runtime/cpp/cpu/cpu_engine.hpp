@@ -21,7 +21,9 @@ class CpuEngine final : public Engine {
  public:
   // `capabilities` say the pool's pages and the limits; mask_token_id fills a block's
   // slots behind the bonus token. Throws std::runtime_error or std::invalid_argument.
-  CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id, int num_threads, Isa isa);
+  // collectives: needed by a plan for several ranks, and outlives the engine.
+  CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id, int num_threads, Isa isa,
+            Collectives* collectives = nullptr);
 
   Capabilities capabilities() const override { return capabilities_; }
   StepResult step(const RowBatch& batch) override;

@@ -30,31 +30,49 @@ WeightTable::WeightTable(const Plan& plan) {
       vectors_[index] = reinterpret_cast<const float*>(bytes.data());
       continue;
     }
-    const int64_t blocks = (weight.in_features + kBlock - 1) / kBlock;
-    const Segments segments = Segments::from_bounds(weight.segments, blocks);
-    if (weight.kind == WeightKind::kNvfp4) {
-      nvfp4_[index] = {
-          bytes, weight.out_features, weight.in_features, weight.global_scale, segments, bias};
-    } else {
-      dense_[index] = {bytes,
-                       weight.out_features,
-                       weight.in_features,
-                       dense::dtype_from_name(weight.dtype),
-                       segments,
-                       bias};
+    add_matrix(index, weight, bytes, bias);
+  }
+}
+
+void WeightTable::add_matrix(int32_t index, const PlanWeight& weight,
+                             std::span<const uint8_t> bytes, const float* bias) {
+  const int64_t blocks = (weight.in_features + kBlock - 1) / kBlock;
+  const Segments segments = Segments::from_bounds(weight.segments, blocks);
+  if (weight.kind == WeightKind::kNvfp4) {
+    const nvfp4::Weight matrix = {
+        bytes, weight.out_features, weight.in_features, weight.global_scale, segments, bias};
+    if (weight.experts == 0) {
+      nvfp4_[index] = matrix;
+      return;
     }
+    const bool quantized = weight.input_scale > 0;
+    experts_[index] = moe::stack(matrix, bytes, weight.expert_scales,
+                                 quantized ? std::optional(weight.input_scale) : std::nullopt);
+    return;
+  }
+  const dense::Weight matrix = {bytes,
+                                weight.out_features,
+                                weight.in_features,
+                                dense::dtype_from_name(weight.dtype),
+                                segments,
+                                bias};
+  if (weight.experts == 0) {
+    dense_[index] = matrix;
+  } else {
+    experts_[index] = moe::stack(matrix, bytes, weight.experts);
   }
 }
 
 NetworkRunner::NetworkRunner(const Plan& plan, const PlanNetwork& network,
                              const WeightTable& weights, std::span<const attention::PagedKv> caches,
-                             Parallel& parallel, Isa isa)
+                             Parallel& parallel, Isa isa, Collectives* collectives)
     : plan_(plan),
       network_(network),
       weights_(weights),
       caches_(caches),
       parallel_(parallel),
       isa_(isa),
+      ranks_(collectives),
       buffers_(network.buffers.size()),
       angles_(plan.ropes.size()) {}
 
@@ -90,6 +108,9 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kAdd:
       add(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_);
       break;
+    case OpKind::kAllGather:
+      ranks_.gather_columns(tensor(op.inputs[0]), op.rank_columns, tensor(op.outputs[0]));
+      break;
     case OpKind::kArgmax:
       outputs_.argmax.resize(num_outputs_);
       argmax(tensor(op.inputs[0]), op.name, outputs_.argmax.data(), parallel_);
@@ -99,6 +120,12 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
       break;
     case OpKind::kEmbedding:
       embedding(op, rows);
+      break;
+    case OpKind::kExpertsDown:
+      experts_down(op);
+      break;
+    case OpKind::kExpertsUp:
+      experts_up(op);
       break;
     case OpKind::kGatherRows:
       gather_rows(op, rows);
@@ -118,6 +145,9 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kRotaryEmbedding:
       rotate(op, rows);
       break;
+    case OpKind::kRoute:
+      route(op);
+      break;
     case OpKind::kScale:
       scale(tensor(op.inputs[0]), weights_.vector(op.weight), tensor(op.outputs[0]), parallel_);
       break;
@@ -136,9 +166,16 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
 void NetworkRunner::linear(const PlanOp& op) {
   const Matrix x = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
   const PlanWeight& weight = plan_.weights[op.weight];
+  LinearOutput output{y.data, y.stride};
+  if (op.row_parallel) {
+    const auto segments = static_cast<int32_t>(weight.segments.size()) - 1;
+    output = ranks_.segment_sums(x.rows, segments, y.width);
+  }
   if (weight.kind == WeightKind::kDense) {
+    const dense::Weight& packed = weights_.dense(op.weight);
     dense_input_.assign(x.data, x.rows, x.width, x.stride);
-    dense::linear(weights_.dense(op.weight), dense_input_, {y.data, y.stride}, parallel_, isa_);
+    dense::linear(packed, dense_input_, output, parallel_, isa_);
+    if (op.row_parallel) ranks_.add_segments(1.0f, packed.bias, y, parallel_);
     return;
   }
   if (weight.input_scale > 0) {
@@ -146,7 +183,31 @@ void NetworkRunner::linear(const PlanOp& op) {
   } else {
     nvfp4_input_.round_to_bf16(x.data, x.rows, x.width, x.stride, parallel_, isa_);
   }
-  nvfp4::linear(weights_.nvfp4(op.weight), nvfp4_input_, {y.data, y.stride}, parallel_, isa_);
+  const nvfp4::Weight& packed = weights_.nvfp4(op.weight);
+  nvfp4::linear(packed, nvfp4_input_, output, parallel_, isa_);
+  if (!op.row_parallel) return;
+  const float scale = nvfp4::output_scale(packed.global_scale, nvfp4_input_.input_scale());
+  ranks_.add_segments(scale, packed.bias, y, parallel_);
+}
+
+void NetworkRunner::route(const PlanOp& op) {
+  const Matrix logits = tensor(op.inputs[0]), weights = tensor(op.outputs[0]);
+  const float* const bias = op.weight < 0 ? nullptr : weights_.vector(op.weight);
+  moe::route(plan_.routings[op.routing], {logits.data, logits.stride}, logits.rows, bias,
+             weights.data, weights.stride, parallel_);
+}
+
+void NetworkRunner::experts_up(const PlanOp& op) {
+  const Matrix x = tensor(op.inputs[0]), weights = tensor(op.inputs[1]);
+  expert_rows_.up(weights_.experts(op.weight), {x.data, x.stride}, {weights.data, weights.stride},
+                  x.rows, op.heads, tensor(op.outputs[0]).data, parallel_, isa_);
+}
+
+void NetworkRunner::experts_down(const PlanOp& op) {
+  const Matrix h = tensor(op.inputs[0]), weights = tensor(op.inputs[1]);
+  const Matrix y = tensor(op.outputs[0]);
+  expert_rows_.down(weights_.experts(op.weight), h.data, {weights.data, weights.stride}, h.rows,
+                    op.heads, {y.data, y.stride}, parallel_, isa_);
 }
 
 void NetworkRunner::embedding(const PlanOp& op, const StepRows& rows) {

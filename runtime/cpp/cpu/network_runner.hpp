@@ -11,10 +11,12 @@
 
 #include "plugins/cpu_isa.hpp"
 #include "plugins/dense_linear/dense_linear.hpp"
+#include "plugins/moe/moe.hpp"
 #include "plugins/nvfp4_linear/nvfp4_linear.hpp"
 #include "plugins/tree_attention/cpu.hpp"
 #include "runtime/cpp/cpu/mapped_file.hpp"
 #include "runtime/cpp/cpu/plan.hpp"
+#include "runtime/cpp/cpu/rank_ops.hpp"
 #include "runtime/cpp/cpu/row_ops.hpp"
 
 namespace trtree::cpu {
@@ -27,12 +29,17 @@ class WeightTable {
 
   const nvfp4::Weight& nvfp4(int32_t index) const { return nvfp4_.at(index); }
   const dense::Weight& dense(int32_t index) const { return dense_.at(index); }
+  const moe::Experts& experts(int32_t index) const { return experts_.at(index); }
   const float* vector(int32_t index) const { return vectors_.at(index); }
 
  private:
+  void add_matrix(int32_t index, const PlanWeight& weight, std::span<const uint8_t> bytes,
+                  const float* bias);
+
   std::map<std::string, MappedFile> files_;
   std::map<int32_t, nvfp4::Weight> nvfp4_;
   std::map<int32_t, dense::Weight> dense_;
+  std::map<int32_t, moe::Experts> experts_;
   std::map<int32_t, const float*> vectors_;
 };
 
@@ -57,9 +64,11 @@ struct StepOutputs {
 
 class NetworkRunner {
  public:
-  // All references must outlive the runner. caches: by state index.
+  // All references must outlive the runner. caches: by state index. collectives: null on
+  // one rank.
   NetworkRunner(const Plan& plan, const PlanNetwork& network, const WeightTable& weights,
-                std::span<const attention::PagedKv> caches, Parallel& parallel, Isa isa);
+                std::span<const attention::PagedKv> caches, Parallel& parallel, Isa isa,
+                Collectives* collectives = nullptr);
 
   // Makes room for the step's rows; an input tensor may be filled after this.
   void prepare(int64_t num_rows, int64_t num_outputs);
@@ -76,6 +85,9 @@ class NetworkRunner {
  private:
   void run_op(const PlanOp& op, const StepRows& rows, int32_t top_k);
   void linear(const PlanOp& op);
+  void route(const PlanOp& op);
+  void experts_up(const PlanOp& op);
+  void experts_down(const PlanOp& op);
   void embedding(const PlanOp& op, const StepRows& rows);
   void tree_attention(const PlanOp& op, const StepRows& rows);
   void rotate(const PlanOp& op, const StepRows& rows);
@@ -89,6 +101,7 @@ class NetworkRunner {
   std::span<const attention::PagedKv> caches_;
   Parallel& parallel_;
   const Isa isa_;
+  RankOps ranks_;
 
   int64_t num_rows_ = 0;
   int64_t num_outputs_ = 0;
@@ -96,6 +109,7 @@ class NetworkRunner {
   std::vector<std::vector<double>> angles_;  // by rope, of this step; empty: not made yet
   nvfp4::Input nvfp4_input_;
   dense::Input dense_input_;
+  moe::ExpertRows expert_rows_;
   StepOutputs outputs_;
 };
 

@@ -8,19 +8,24 @@
 #include <vector>
 
 #include "plugins/linear_job.hpp"
+#include "plugins/moe/moe.hpp"
 
 namespace trtree::cpu {
 
 enum class OpKind {
   kAdd,
+  kAllGather,
   kArgmax,
   kConcat,
   kEmbedding,
+  kExpertsDown,
+  kExpertsUp,
   kGatherRows,
   kKvAppend,
   kLinear,
   kRmsNorm,
   kRotaryEmbedding,
+  kRoute,
   kScale,
   kSiluMul,
   kTopKLogProbs,
@@ -49,11 +54,15 @@ struct PlanOp {
   int32_t weight = -1;
   int32_t state = -1;
   int32_t rope = -1;
-  int32_t heads = 1;         // rms_norm, rotary: vectors per row
+  int32_t routing = -1;
+  int32_t heads = 1;         // rms_norm, rotary: vectors per row; experts: slots per row
   float scale = 1;           // tree_attention
   double eps = 0;            // rms_norm
   int32_t window = 0;        // tree_attention; 0: none
   bool causal_mask = false;  // tree_attention: of a drafter's block
+  // linear: this rank's part of K, whose segment sums all ranks add.
+  bool row_parallel = false;
+  std::vector<int64_t> rank_columns;  // all_gather: bounds of every rank's columns
 };
 
 struct PlanNetwork {
@@ -67,6 +76,7 @@ struct PlanNetwork {
 
 enum class WeightKind { kNvfp4, kDense, kVector };
 
+// A matrix, a vector, or the equal matrices of a layer's experts one after another.
 struct PlanWeight {
   std::string name;
   WeightKind kind = WeightKind::kDense;
@@ -76,10 +86,12 @@ struct PlanWeight {
   int64_t bias_offset = -1;
   int64_t out_features = 0;
   int64_t in_features = 0;
-  std::string dtype;              // dense: of the stored elements
-  float global_scale = 0;         // NVFP4
-  float input_scale = 0;          // NVFP4 with quantized activations; 0: bf16 activations
-  std::vector<int64_t> segments;  // bounds of the K segments, in blocks of 16
+  std::string dtype;                 // dense: of the stored elements
+  float global_scale = 0;            // NVFP4
+  float input_scale = 0;             // NVFP4 with quantized activations; 0: bf16 activations
+  int64_t experts = 0;               // stacked; 0: none are
+  std::vector<float> expert_scales;  // NVFP4 experts: each one's global scale
+  std::vector<int64_t> segments;     // bounds of the K segments, in blocks of 16
 };
 
 struct PlanState {
@@ -96,10 +108,13 @@ struct PlanRope {
 
 struct Plan {
   std::string directory;
+  int32_t rank = 0;   // whose part of the engine this is
+  int32_t ranks = 1;  // of the whole
   std::map<std::string, PlanNetwork> networks;
   std::vector<PlanWeight> weights;
   std::vector<PlanState> states;
   std::vector<PlanRope> ropes;
+  std::vector<moe::Routing> routings;
 };
 
 }  // namespace trtree::cpu

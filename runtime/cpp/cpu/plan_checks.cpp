@@ -1,5 +1,6 @@
 #include "runtime/cpp/cpu/plan_checks.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -29,6 +30,8 @@ struct Arity {
 Arity arity(OpKind kind) {
   switch (kind) {
     case OpKind::kAdd:
+    case OpKind::kExpertsDown:
+    case OpKind::kExpertsUp:
     case OpKind::kSiluMul:
       return {2, 1};
     case OpKind::kArgmax:
@@ -38,11 +41,13 @@ Arity arity(OpKind kind) {
       return {0, 1};
     case OpKind::kKvAppend:
       return {2, 0};
+    case OpKind::kAllGather:
     case OpKind::kConcat:
     case OpKind::kGatherRows:
     case OpKind::kLinear:
     case OpKind::kRmsNorm:
     case OpKind::kRotaryEmbedding:
+    case OpKind::kRoute:
     case OpKind::kScale:
     case OpKind::kTreeAttention:
       break;
@@ -66,12 +71,49 @@ void check_weight_use(const Plan& plan, const PlanOp& op, const std::string& whe
     return;
   }
   require(weight.kind != WeightKind::kVector, where, "a vector where a matrix is needed");
+  require(weight.experts == 0, where, "experts where one matrix is needed");
   const bool table = op.kind == OpKind::kEmbedding;
   require(table ? weight.in_features == out && weight.kind == WeightKind::kDense
                 : weight.in_features == in && weight.out_features == out,
           where,
           "weight [" + to_string(weight.out_features) + ", " + to_string(weight.in_features) +
               "] between widths " + to_string(in) + " and " + to_string(out));
+}
+
+void check_route(const Plan& plan, const PlanOp& op, const std::string& where, int64_t width) {
+  check_index(op.routing, plan.routings, where, "routing");
+  plan.routings[op.routing].check();
+  require(plan.routings[op.routing].experts == width, where,
+          to_string(width) + " logits for " + to_string(plan.routings[op.routing].experts) +
+              " experts");
+  if (op.weight == -1) return;
+  check_index(op.weight, plan.weights, where, "weight");
+  const PlanWeight& bias = plan.weights[op.weight];
+  require(bias.kind == WeightKind::kVector && bias.out_features == width, where,
+          "a bias of " + to_string(bias.out_features));
+}
+
+// inputs: x or h, and the weights of each expert.
+void check_experts(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
+                   const std::string& where) {
+  check_index(op.weight, plan.weights, where, "weight");
+  const PlanWeight& weight = plan.weights[op.weight];
+  const bool up = op.kind == OpKind::kExpertsUp;
+  const PlanTensor& in = network.tensors[op.inputs[0]];
+  const PlanTensor& out = network.tensors[op.outputs[0]];
+  const PlanTensor& slots = up ? out : in;
+  require(weight.experts > 0 && network.tensors[op.inputs[1]].width == weight.experts, where,
+          to_string(weight.experts) + " experts, weights of " +
+              to_string(network.tensors[op.inputs[1]].width));
+  require(op.heads > 0 && slots.stride == slots.width, where,
+          "its slots do not stand one after another");
+  const int64_t in_features = up ? in.width : in.width / op.heads;
+  const int64_t out_features = up ? 2 * (out.width / op.heads) : out.width;
+  require(slots.width % op.heads == 0 && weight.in_features == in_features &&
+              weight.out_features == out_features,
+          where,
+          "experts [" + to_string(weight.out_features) + ", " + to_string(weight.in_features) +
+              "] between widths " + to_string(in.width) + " and " + to_string(out.width));
 }
 
 void check_state_use(const Plan& plan, const PlanOp& op, const std::string& where, int64_t in) {
@@ -82,6 +124,16 @@ void check_state_use(const Plan& plan, const PlanOp& op, const std::string& wher
           to_string(op.heads) + " heads over " + to_string(state.heads));
   require(in == (attends ? op.heads : state.heads) * state.head_dim, where,
           "width " + to_string(in) + " for heads of " + to_string(state.head_dim));
+}
+
+void check_gather(const Plan& plan, const PlanOp& op, const std::string& where, int64_t in,
+                  int64_t out) {
+  const std::vector<int64_t>& bounds = op.rank_columns;
+  require(static_cast<int32_t>(bounds.size()) == plan.ranks + 1 && bounds.front() == 0 &&
+              bounds.back() == out && std::is_sorted(bounds.begin(), bounds.end()),
+          where, "rank_columns do not cover " + to_string(out) + " columns");
+  const int64_t own = bounds[plan.rank + 1] - bounds[plan.rank];
+  require(in == own, where, to_string(in) + " columns, this rank has " + to_string(own));
 }
 
 void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
@@ -102,6 +154,16 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
     case OpKind::kRmsNorm:
     case OpKind::kScale:
       check_weight_use(plan, op, where, in, out);
+      break;
+    case OpKind::kAllGather:
+      check_gather(plan, op, where, in, out);
+      break;
+    case OpKind::kExpertsDown:
+    case OpKind::kExpertsUp:
+      check_experts(plan, network, op, where);
+      return;
+    case OpKind::kRoute:
+      check_route(plan, op, where, in);
       break;
     case OpKind::kKvAppend:
       require(total == 2 * in, where, "keys and values differ in width");
@@ -124,8 +186,8 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
       break;
   }
   const bool same_width = op.kind == OpKind::kConcat ? total == out : in == out;
-  const bool free =
-      op.outputs.empty() || op.kind == OpKind::kEmbedding || op.kind == OpKind::kLinear;
+  const bool free = op.outputs.empty() || op.kind == OpKind::kEmbedding ||
+                    op.kind == OpKind::kLinear || op.kind == OpKind::kAllGather;
   require(free || same_width, where, "result of width " + to_string(out));
 }
 
@@ -150,6 +212,8 @@ void check_network(const Plan& plan, const std::string& name, const PlanNetwork&
 }  // namespace
 
 void check_plan(const Plan& plan) {
+  require(plan.rank >= 0 && plan.rank < plan.ranks, "rank",
+          to_string(plan.rank) + " of " + to_string(plan.ranks));
   for (const PlanWeight& weight : plan.weights) {
     require(weight.offset >= 0 && weight.offset % kPackedAlignment == 0 && weight.bytes >= 0 &&
                 weight.out_features > 0 && weight.in_features >= 0 && weight.bias_offset >= -1,
@@ -159,6 +223,12 @@ void check_plan(const Plan& plan) {
     require(weight.kind != WeightKind::kVector || weight.bytes == 4 * weight.out_features,
             weight.name,
             to_string(weight.bytes) + " bytes for a vector of " + to_string(weight.out_features));
+    require(
+        weight.experts >= 0 && (weight.kind != WeightKind::kNvfp4 ||
+                                weight.expert_scales.size() == static_cast<size_t>(weight.experts)),
+        weight.name,
+        to_string(weight.expert_scales.size()) + " scales for " + to_string(weight.experts) +
+            " experts");
   }
   const auto target = plan.networks.find("target");
   require(target != plan.networks.end() && target->second.logits != -1, "target", "missing");
@@ -172,6 +242,14 @@ void check_plan(const Plan& plan) {
                     target->second.tensors[target->second.captured_output].width,
             "drafter_context", "its input is not what the target captures");
   }
+}
+
+void check_ranks(const Plan& plan, const Collectives* collectives) {
+  const int32_t rank = collectives == nullptr ? 0 : collectives->rank();
+  const int32_t size = collectives == nullptr ? 1 : collectives->size();
+  require(plan.rank == rank && plan.ranks == size, plan.directory,
+          "made for rank " + to_string(plan.rank) + " of " + to_string(plan.ranks) +
+              ", loaded as rank " + to_string(rank) + " of " + to_string(size));
 }
 
 }  // namespace trtree::cpu

@@ -7,8 +7,9 @@ import pytest
 from trtree.build.lowering.reference import _OPS
 from trtree.build.lowering.weights import View, plan_weights
 from trtree.build.network.graph import OP_KINDS, Graph, WeightInfo
-from trtree.build.network.network import Network, NetworkError, Owner
+from trtree.build.network.network import Network, NetworkError, Owner, Tensor
 from trtree.build.network.rope import RopeTable, rope_table
+from trtree.plugins.moe.contract import Routing
 
 
 class Source:
@@ -107,6 +108,80 @@ def test_a_network_survives_its_stored_form() -> None:
     del stored["states"][0]["heads"]
     with pytest.raises(NetworkError, match="not a network of this version"):
         Network.from_dict(stored)
+
+
+def experts(g: Graph, slots: int = 2, count: int = 4) -> Tensor:
+    x = g.input("x", ("rows", 32), "float32")
+    logits = g.linear("gate", x, count, dtype="float32")
+    weights = g.route("route", logits, Routing(count, slots), correction_bias="gate.bias")
+    pairs = [f"experts.{i}.{which}" for i in range(count) for which in ("gate", "up")]
+    h = g.experts_up(pairs, x, weights, 48, slots)
+    return g.experts_down([f"experts.{i}.down" for i in range(count)], h, weights, 32)
+
+
+def test_experts_are_stacked() -> None:
+    g = graph()
+    with g.scope("mlp"):
+        y = experts(g)
+    assert y.shape == ("rows", 32)
+    assert g.network.tensors["mlp.experts.up"].shape == ("rows", 2, 48)
+    up, down = (g.network.weights[f"target:mlp.experts.{leaf}"] for leaf in ("gate+up", "down"))
+    assert (up.shape, down.shape) == ((4, 96, 32), (4, 32, 48))
+    assert (up.experts, down.experts) == (4, 4)
+    assert up.modules_of(1) == ("mlp.experts.1.gate", "mlp.experts.1.up")
+    assert up.out_sizes == (48,) * 8
+    ops = {op.name: op for op in g.network.ops}
+    assert ops["mlp.experts.up"].attrs["parallel"] == "column"
+    assert ops["mlp.experts.down"].attrs["parallel"] == "row"
+    assert Network.from_dict(json.loads(json.dumps(g.network.to_dict()))) == g.network
+
+
+def test_router_logits_stay_in_float32() -> None:
+    g = Graph("target", Source(), dtype="bfloat16")
+    x = g.input("x", ("rows", 32), "bfloat16")
+    assert g.linear("gate", x, 4, dtype="float32").dtype == "float32"
+    with pytest.raises(NetworkError, match="float32 logits of 4 experts, given bfloat16"):
+        g.route("route", g.linear("other", x, 4), Routing(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("module", "info", "message"),
+    [
+        (
+            "experts.2.up",
+            WeightInfo("dense", (48, 32), "float32"),
+            r"experts\.2\.up: the experts of a layer must be of one kind, but this is float32",
+        ),
+        (
+            "experts.3.down",
+            WeightInfo("nvfp4", (32, 48), "nvfp4", activations="bf16"),
+            r"experts\.3\.down: .* this is nvfp4 and experts\.0\.down is bfloat16",
+        ),
+        (
+            "experts.1.down",
+            WeightInfo("dense", (32, 64), "bfloat16"),
+            r"experts\.1\.down: the checkpoint holds \[32, 64\], .* \[32, 48\]",
+        ),
+        ("gate.bias", WeightInfo("dense", (5,), "float32"), r"gate\.bias: the checkpoint holds"),
+    ],
+)
+def test_experts_that_do_not_fit(module: str, info: WeightInfo, message: str) -> None:
+    with pytest.raises(NetworkError, match=message):
+        experts(graph(**{module: info}))
+
+
+def test_experts_have_no_biases_and_are_as_many_as_routed() -> None:
+    biased = {
+        f"experts.{i}.{which}": WeightInfo("dense", (48, 32), "bfloat16", has_bias=True)
+        for i in range(4)
+        for which in ("gate", "up")
+    }
+    with pytest.raises(NetworkError, match="biases of experts are not supported"):
+        experts(graph(**biased))
+    g = graph()
+    x, weights = (g.input(n, ("rows", s), "float32") for n, s in (("x", 32), ("w", 5)))
+    with pytest.raises(NetworkError, match=r"experts\.0\.down: 4 experts, routed"):
+        g.experts_down([f"experts.{i}.down" for i in range(4)], x, weights, 32)
 
 
 def test_nested_fusions_are_stored_once() -> None:

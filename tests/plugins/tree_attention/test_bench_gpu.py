@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trtree.plugins.ddtree import device
 from trtree.runtime.bench import __main__ as bench
 from trtree.runtime.bench import gpu
 from trtree.runtime.bench.gpu import AttentionStep, Shape
@@ -44,3 +45,13 @@ def test_a_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
         bench.main(["gpu", "--output", str(tmp_path / "x.json")])
     assert not (tmp_path / "x.json").exists()
+
+
+def test_trees_and_walks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself, interpreted on a small vocabulary; a wrong walk is told."""
+    logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(gpu, "TREE_WIDTHS", (17,))
+    monkeypatch.setattr(gpu, "tree_logits", lambda: logits)
+    assert gpu.check_trees() == {"17": "equal"}
+    monkeypatch.setattr(device, "walk_trees", lambda trees, choices, walks: None)
+    assert gpu.check_trees() == {"17": "DIFFERENT"}

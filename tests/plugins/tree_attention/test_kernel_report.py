@@ -34,6 +34,8 @@ TREE = {
     "ddtree_top_k_merge",
     "ddtree_build_tree_17",
     "ddtree_build_tree_2048",
+    "ddtree_walk_tree_17",
+    "ddtree_walk_tree_2048",
 }
 
 
@@ -91,8 +93,7 @@ def test_every_kernel_fits_every_sm(cache: Path) -> None:
     assert {row["name"] for row in kernels if row["sm"] == 80} == {
         name for name in ATTENTION | TREE if not name.endswith("fp8")
     }
-    assert [row for row in kernels if row["spills"] and row["head_dim"] in (128, None)] == []
-    assert max(row["spills"] for row in kernels) <= 32
+    assert [row for row in kernels if row["spills"]] == []
 
 
 def test_kernels_are_cached_by_content(cache: Path, sm120: list[dict[str, Any]]) -> None:

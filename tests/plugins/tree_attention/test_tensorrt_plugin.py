@@ -50,7 +50,11 @@ tensors = {
     "packed_mask": T(i32, (rows, 3)), "work": T(i32, (items, 7)), "row_splits": T(i32, (rows, 3)),
 }
 network = tensorrt_stub.Network(trt)
-out, k, v = plugins.add_attention(network, trtp, layer, tensors)
+added = plugins.add_attention(network, trtp, layer, tensors)
+out, k, v = (added[name] for name in ("out", "k_cache", "v_cache"))
+if not fp8:  # as a drafter's context has it: keys and values alone
+    alone = replace(layer, config=replace(layer.config, group=0))
+    plugins.add_append(network, trtp, alone, tensors | {"q": tensors["k"]})
 try:
     wrong = tensors | {"positions": T(trt.int64, (rows,))}
     plugins.add_attention(tensorrt_stub.Network(trt), trtp, layer, wrong)
@@ -94,7 +98,7 @@ def build(layer: PluginLayer, folder: Path) -> dict[str, Any]:
 def test_tensorrts_own_rules_accept_the_plugins(kv: torch.dtype, tmp_path: Path) -> None:
     layer = PluginLayer(LayerConfig(128, 2, 4, 16, 17, 0.125, 64, window=77, kv_dtype=kv), 120)
     built = build(layer, tmp_path)
-    append, attention, combine = built["layers"]
+    append, attention, combine, *alone = built["layers"]
     cache = "FP8" if kv == torch.float8_e4m3fn else "BF16"
     assert append["name"] == "tree_kv_append"
     assert append["entry"] == "tree_kv_append_plugin_kernel"
@@ -116,6 +120,10 @@ def test_tensorrts_own_rules_accept_the_plugins(kv: torch.dtype, tmp_path: Path)
     assert combine["scalars"] == []
     assert combine["parameters"] == 3 + 0 + 2
     assert combine["outputs"] == [["BF16", [ROWS, 8, 128]], ["FLOAT", [ROWS, 8]]]
+
+    if kv == torch.bfloat16:
+        assert alone[0]["entry"] == append["entry"]
+        assert alone[0]["outputs"] == [["BF16", [ROWS, 2, 128]], *append["outputs"][1:]]
 
     assert built["aliases"] == [True, True]
     assert built["attention_reads"] == [True, True]

@@ -1,0 +1,1 @@
+"""Engines over several processes: the ranks that mpirun starts."""

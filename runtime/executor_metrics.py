@@ -1,0 +1,42 @@
+"""The executor's statistics as metrics: what every server reports, by the same names."""
+
+from collections.abc import Callable
+
+from trtree.runtime.executor import ExecutorStatistics
+
+# name, help, value of an executor's statistics
+GAUGES: tuple[tuple[str, str, Callable[[ExecutorStatistics], float]], ...] = (
+    ("requests_running", "Requests that hold a slot", lambda s: s.active_requests),
+    ("requests_waiting", "Requests in the queue", lambda s: s.queued_requests),
+    ("kv_pages", "KV pages in all", lambda s: s.total_pages),
+    ("kv_pages_free", "KV pages that hold nothing", lambda s: s.free_pages),
+    ("kv_pages_cached", "KV pages only the prefix cache holds", lambda s: s.cached_pages),
+    ("step_rows", "Rows of the last step", lambda s: s.last_step_rows),
+    ("step_requests", "Requests in the last step", lambda s: s.last_step_requests),
+    (
+        "step_requests_max",
+        "Most requests in one step since the executor began",
+        lambda s: s.max_step_requests,
+    ),
+    ("step_tree_nodes", "Draft nodes in the last step", lambda s: s.last_step_tree_nodes),
+    (
+        "tree_budget",
+        "Draft nodes per request in the last step",
+        lambda s: s.last_step_tree_nodes / max(s.last_step_requests, 1),
+    ),
+)
+COUNTERS: tuple[tuple[str, str, Callable[[ExecutorStatistics], float]], ...] = (
+    ("target_forwards", "Passes of the target", lambda s: s.target_forwards),
+    ("drafter_forwards", "Passes of the drafter", lambda s: s.drafter_forwards),
+    ("verify_forwards", "Verify passes, summed over requests", lambda s: s.verify_forwards),
+    ("prompt_tokens", "Prompt tokens of admitted requests", lambda s: s.prompt_tokens),
+    (
+        "cached_prompt_tokens",
+        "Prompt tokens taken from the prefix cache",
+        lambda s: s.cached_prompt_tokens,
+    ),
+    ("output_tokens", "Tokens generated", lambda s: s.output_tokens),
+    ("drafted_tokens", "Draft nodes verified", lambda s: s.drafted_tokens),
+    ("accepted_tokens", "Draft nodes accepted", lambda s: s.accepted_tokens),
+    ("preemptions", "Times a request's pages were taken away", lambda s: s.preemptions),
+)

@@ -1,0 +1,13 @@
+#!/usr/bin/env python3
+"""Serve an engine: ``mpirun -n RANKS runtime/serve.py --engine DIR``. See --help."""
+
+import sys
+
+if not __package__:
+    # Run as a script: this folder's modules must not stand in for packages of their names.
+    del sys.path[0]
+
+from trtree.runtime.server.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

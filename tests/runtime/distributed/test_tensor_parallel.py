@@ -1,0 +1,187 @@
+"""Promise 1 over ranks: logits, drafts and text are, byte for byte, those of one rank."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines import random_checkpoint, tiny_config
+from steps import prefill, random_tree, run_rows
+from thread_ranks import ThreadRanks
+from trtree import _core
+from trtree._core import distributed
+from trtree.build import builder
+from trtree.build.engine_dir import EngineDir, EngineDirError
+from trtree.build.network.network import NetworkError
+from trtree.build.options import BuildOptions, OptionError
+from trtree.runtime.engines.cpu import load_cpu_engine
+from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
+
+PAGES = list(range(16))
+
+
+def load(path: Path) -> _core.Engine:
+    engine = EngineDir.open(path)
+    if engine.manifest["mapping"]["tp_size"] == 1:
+        return load_cpu_engine(engine, num_threads=1)
+    return ThreadRanks(engine)
+
+
+def transcript(engine: _core.Engine, vocab: int) -> list[bytes]:
+    """A prompt, a tree, a commit of a path of it, a draft and a tree again: every result."""
+    rng = random.Random(3)
+    results = []
+
+    def keep(*arrays: np.ndarray) -> None:
+        results.extend(np.ascontiguousarray(array).tobytes() for array in arrays)
+
+    at = _core.Sequence(2**40 + 1, 1, 0, PAGES)
+    keep(prefill(engine, at, [rng.randrange(vocab) for _ in range(21)]))
+    committed = 21
+    for nodes in (33, 5):
+        at = _core.Sequence(2**40 + 1, 1, committed, PAGES)
+        if engine.capabilities().block_size > 1:
+            drafted = engine.draft([_core.DraftRequest(at, 7)], 8)
+            keep(drafted.log_probs, drafted.token_ids)
+        tokens, parents = random_tree(rng, nodes, vocab)
+        keep(*run_rows(engine, [(at, tokens, parents)]))
+        path = [0, *(row for row, parent in enumerate(parents) if parent == 0)][:2]
+        engine.commit([_core.Commit(at, path)])
+        committed += len(path)
+    return results
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A target of random weights that divides among 4 ranks, by quantization and ranks."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    @cache
+    def build(algorithm: str | None, tied: bool, bias: bool, tp: int) -> Path:
+        name = f"{algorithm}-{tied}-{bias}"
+        checkpoint = root / name
+        if not checkpoint.exists():
+            config = tiny_config(
+                num_key_value_heads=4,
+                intermediate_size=128,
+                tie_word_embeddings=tied,
+                attention_bias=bias,
+                vocab_size=81,  # tiles are not shared evenly, and the last one is cut
+            )
+            random_checkpoint(checkpoint, config, algorithm=algorithm)
+        return builder.write(
+            builder.describe(
+                BuildOptions(
+                    checkpoint=checkpoint,
+                    output=root / f"{name}-tp{tp}",
+                    kv_tokens=256,
+                    max_seq_len=256,
+                    tp=tp,
+                )
+            )
+        )
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tied", "bias"),
+    [
+        ("NVFP4", False, False),
+        ("W4A16_NVFP4", True, True),
+        ("NVFP4_AWQ", False, True),
+        (None, False, True),
+        (None, True, False),
+    ],
+)
+def test_every_number_of_ranks_gives_the_same_bits(
+    tiny_engine: Callable[..., Path], algorithm: str | None, tied: bool, bias: bool
+) -> None:
+    one, two, four = (
+        transcript(load(tiny_engine(algorithm, tied, bias, tp)), 81) for tp in (1, 2, 4)
+    )
+    assert one == two
+    assert one == four
+
+
+def test_the_demo_with_its_drafter(demo_engine: Callable[..., Path]) -> None:
+    one, two = (transcript(load(demo_engine(tp=tp)), 2048) for tp in (1, 2))
+    assert len(one) == 7
+    assert one == two
+
+
+def test_the_executor_emits_the_same_tokens(demo_engine: Callable[..., Path]) -> None:
+    prompts = [[5, 17, 300, 9], [44] * 30, [2047, 0, 1]]
+    modes = [
+        SpeculativeConfig(DecodingMode.PLAIN),
+        SpeculativeConfig(DecodingMode.CHAIN),
+        SpeculativeConfig(DecodingMode.TREE, tree_budget=16),
+    ]
+
+    def run(tp: int) -> list[list[int]]:
+        executor = Executor(load(demo_engine(tp=tp)))
+        output: dict[int, list[int]] = {}
+        for prompt, mode in zip(prompts, modes, strict=True):
+            output[executor.enqueue_request(Request(prompt, 24, speculative=mode))] = []
+        while responses := executor.await_responses():
+            for response in responses:
+                output[response.request_id] += response.token_ids
+        return list(output.values())
+
+    assert run(1) == run(2)
+
+
+def test_a_rank_stores_its_part_only(demo_engine: Callable[..., Path]) -> None:
+    whole = (demo_engine(tp=1) / "drafter.rank0.bin").stat().st_size
+    parts = [(demo_engine(tp=2) / f"drafter.rank{rank}.bin").stat().st_size for rank in (0, 1)]
+    # fc and the norms are whole on every rank.
+    assert max(parts) < 0.75 * whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "named"),
+    [
+        ({"num_key_value_heads": 2}, 4, r"k_heads.*heads: 2 does not divide among 4 ranks"),
+        ({"num_key_value_heads": 4}, 4, r"down_proj: in_features 96 are 6 blocks of 16.*4 ranks"),
+        ({}, 3, r"8 segments, which do not divide among 3 ranks"),
+        ({"num_key_value_heads": 4, "vocab_size": 40}, 4, r"lm_head: 40 columns.*4 ranks"),
+    ],
+)
+def test_what_does_not_divide_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, int], tp: int, named: str
+) -> None:
+    checkpoint = random_checkpoint(tmp_path / "target", tiny_config(**changes))
+    options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine", tp=tp)
+    with pytest.raises(NetworkError, match=named):
+        builder.describe(options)
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ([], "1 words wanted, 0 left"),
+        ([9], "call 9 is not known"),
+        ([1, 1, 5, 0, 0, 0, -1], "-1 words wanted"),
+        ([1, 0, 7], "1 words too many"),
+        ([3, 8, 2**30], "words wanted"),
+    ],
+)
+def test_a_message_cut_short_is_refused(
+    demo_engine: Callable[..., Path], message: list[int], named: str
+) -> None:
+    engine = load(demo_engine(tp=1))
+    with pytest.raises(ValueError, match=named):
+        distributed.make_call(engine, np.array(message, np.int32))
+
+
+def test_the_reference_engine_runs_on_one_rank() -> None:
+    with pytest.raises(OptionError, match="tp 2: backend reference runs on one rank"):
+        BuildOptions(backend="reference", tp=2)
+
+
+def test_a_rank_loads_no_other_ranks_plan(demo_engine: Callable[..., Path]) -> None:
+    with pytest.raises(EngineDirError, match="built for 2 tensor-parallel ranks, loaded on 1"):
+        load_cpu_engine(EngineDir.open(demo_engine(tp=2)))

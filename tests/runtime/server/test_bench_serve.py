@@ -1,0 +1,36 @@
+"""The load benchmark, on a server that runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from server import ServerProcess
+from trtree.runtime.bench.__main__ import main
+
+
+def test_figures(server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Permission is hereby\nYou may\n")
+    (before,) = server.metrics("target_forwards_total")
+    arguments = ["--url", server.url, "--prompts", str(prompts), "--max-tokens", "20"]
+    small = ["--clients", "1", "3", "--turns", "1", "--modes", "plain", "tree"]
+    assert main(["serve", *arguments, *small]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [(row["mode"], row["clients"]) for row in result["rows"]] == [
+        ("plain", 1), ("tree", 1), ("plain", 3), ("tree", 3),
+    ]  # fmt: skip
+    for row in result["rows"]:
+        assert (row["acceptance_length"] == 1) == (row["mode"] == "plain")
+        assert row["tokens_per_s"] > 0
+        for name in ("time_to_first_token_ms", "time_per_output_token_ms", "gap_ms"):
+            assert 0 <= row[name]["p50"] <= row[name]["p90"] <= row[name]["p99"]
+    assert server.metrics("target_forwards_total") > [before]
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a")
+    arguments = ["--url", "http://127.0.0.1:9", "--prompts", str(tmp_path / "p.txt")]
+    assert main(["serve", *arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "127.0.0.1:9" in line

@@ -1,0 +1,107 @@
+"""Chat completions: the checkpoint's template, and answers as OpenAI's client reads them."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from openai import BadRequestError, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from server import ServerProcess
+
+TEMPLATE = """\
+{%- for message in messages %}{{ message.role }}: {{ message.content }}
+{% if message.role == "tool" %}{{ raise_exception("no tools here") }}{% endif %}
+{%- endfor %}{% if shout %}LOUD {{ shout + 1 }}{% endif %}Permission is hereby"""
+MESSAGES: list[ChatCompletionMessageParam] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Which"}, {"type": "text", "text": "?"}]},
+]
+RENDERED = "system: Be brief.\nuser: Which?\nPermission is hereby"
+
+
+@pytest.fixture(scope="module")
+def chat(
+    demo_engine: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    engine = Path(shutil.copytree(demo_engine(), tmp_path_factory.mktemp("chat") / "chatty"))
+    (engine / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    process = ServerProcess(engine)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def client(chat: ServerProcess) -> OpenAI:
+    return OpenAI(base_url=f"{chat.url}/v1", api_key="none", max_retries=0)
+
+
+def test_the_template_makes_the_prompt(chat: ServerProcess, client: OpenAI) -> None:
+    expected = chat.complete(prompt=RENDERED, max_tokens=24)
+    answer = client.chat.completions.create(
+        model="chatty", messages=MESSAGES, max_completion_tokens=24, n=2
+    )
+    assert [choice.message.content for choice in answer.choices] == [
+        expected["choices"][0]["text"]
+    ] * 2
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    # A prompt counts once, however many answers it gets.
+    assert answer.usage.prompt_tokens == expected["usage"]["prompt_tokens"]
+    assert answer.usage.completion_tokens == 48
+    assert answer.usage.model_dump()["speculative"]["accepted_tokens"] > 0
+
+
+def test_streaming(chat: ServerProcess, client: OpenAI) -> None:
+    expected = chat.complete(prompt=RENDERED, max_tokens=24)["choices"][0]["text"]
+    parts = list(
+        client.chat.completions.create(
+            model="chatty",
+            messages=MESSAGES,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == expected
+    assert parts[-2].choices[0].finish_reason == "length"
+    assert parts[-1].usage is not None
+    assert parts[-1].usage.completion_tokens == 24
+
+
+def test_as_long_as_the_engine_can(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="chatty",
+        messages=MESSAGES,
+        extra_body={"ignore_eos": True, "speculative": {"mode": "plain"}},
+    )
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 2048
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_what_the_template_refuses(client: OpenAI) -> None:
+    for messages, extra, part in (
+        ([{"role": "tool", "content": "x", "name": "y"}], {}, "no tools here"),
+        (MESSAGES, {"chat_template_kwargs": {"shout": "x"}}, "chat template"),
+        (MESSAGES, {"top_logprobs": 2}, "needs logprobs"),
+        ([{"role": "user", "content": "word " * 3000}], {}, "max_seq_len 2048"),
+    ):
+        with pytest.raises(BadRequestError) as raised:
+            client.chat.completions.create(model="chatty", messages=messages, extra_body=extra)  # type: ignore[arg-type]
+        assert part in str(raised.value)
+
+
+def test_a_variable_reaches_the_template(chat: ServerProcess, client: OpenAI) -> None:
+    loud = RENDERED.replace("Permission", "LOUD 3Permission")
+    expected = chat.complete(prompt=loud, max_tokens=8)["choices"][0]["text"]
+    answer = client.chat.completions.create(
+        model="chatty",
+        messages=MESSAGES,
+        max_tokens=8,
+        extra_body={"chat_template_kwargs": {"shout": 2, "messages": [], "x": None}},
+    )
+    assert answer.choices[0].message.content == expected

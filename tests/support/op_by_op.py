@@ -1,0 +1,66 @@
+"""The CPU engine's ops, each compared with the reference's on the same inputs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trtree import _core
+from trtree.build.lowering.reference import _OPS, StepContext
+from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+
+
+class OpByOp:
+    """Feeds what a CPU engine gave each op to the reference's op, and compares results."""
+
+    def __init__(self, engine: Any, reference: Any, page_size: int) -> None:
+        self._networks = reference.networks
+        self._caches = {
+            name: PagedKv(*(torch.zeros(256, page_size, s.heads, s.head_dim) for _ in "kv"))
+            for network in self._networks.values()
+            for name, s in network.network.states.items()
+        }
+        self.worst: dict[str, float] = {}
+        self.rows: dict[str, dict[str, torch.Tensor]] = {}  # integer inputs by network
+        self.segments: dict[str, list[AttentionSegment]] = {}
+        engine.observe(self)
+
+    def __call__(self, network: str, name: str, inputs: list[Any], outputs: list[Any]) -> None:
+        net = self._networks[network]
+        op = next(op for op in net.network.ops if op.name == name)
+        floats = iter(inputs)
+        operands = []
+        for operand in op.inputs:
+            tensor = net.network.tensors[operand]
+            if tensor.dtype == "int32":
+                operands.append(self.rows[network][operand])
+            else:
+                shape = [-1, *map(int, tensor.shape[1:])]
+                operands.append(torch.from_numpy(next(floats)).reshape(shape))
+        context = StepContext(self._caches, self.segments[network])
+        expected = _OPS[op.kind](net, op, operands, context)
+        if op.kind == "top_k_log_probs":  # terminal: compared through draft()
+            return
+        for theirs, ours in zip(expected, outputs, strict=False):
+            reference = theirs.reshape(len(ours), -1).numpy()
+            error = float(np.abs(ours - reference).max() / np.abs(reference).max())
+            self.worst[op.kind] = max(self.worst.get(op.kind, 0.0), error)
+
+    def rows_of(
+        self, prefix: int, tokens: list[int], parents: list[int], pages: Sequence[int]
+    ) -> None:
+        """The next step of the target runs these rows behind ``prefix``."""
+        at = _core.Sequence(1, 0, prefix, list(pages))
+        outputs = list(range(len(tokens)))
+        batch = _core.RowBatch([_core.SegmentRequest(at, tokens, parents, outputs)])
+        rows = {
+            "token_ids": torch.tensor(batch.token_ids),
+            "positions": torch.tensor(batch.positions),
+            "slots": torch.arange(prefix, prefix + len(tokens), dtype=torch.int32),
+            "packed_mask": torch.tensor(batch.packed_mask).reshape(len(tokens), -1),
+            "output_rows": torch.tensor(batch.output_rows),
+        }
+        segment = [AttentionSegment(0, len(tokens), prefix, torch.tensor(list(pages)))]
+        self.rows |= {"target": rows, "drafter_context": rows}
+        self.segments |= {"target": segment, "drafter_context": segment}
