@@ -18,13 +18,14 @@ from trtree.build import builder
 from trtree.build.checkpoint import CheckpointError
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.hardware import Hardware
+from trtree.build.inspection import inspect
 from trtree.build.lowering.tensorrt.library import gpu_backend
 from trtree.build.network.network import NetworkError
 from trtree.build.options import BACKENDS, BuildOptions, OptionError, parse_sms, read_options
 from trtree.build.plan import engine_rows, memory_plan
 from trtree.build.tree_tables import choices_from_log_probs, choices_to_json, medusa_tables
 from trtree.runtime.calibration import calibrate
-from trtree.runtime.cli import byte_progress, run_command
+from trtree.runtime.cli import EXIT_BAD_INPUT, byte_progress, run_command
 from trtree.runtime.engines import load_engine
 from trtree.runtime.generate import read_prompts
 from trtree.runtime.session import RequestError
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.inspect:
+        return _inspect(args.inspect)
     options = _options(args)
     if args.plan:
         Console().print(_plan_table(builder.plan(options), args.hardware))
@@ -110,6 +113,23 @@ def _calibration(description: builder.EngineDescription) -> Any:
         }
 
     return run
+
+
+def _inspect(directory: Path) -> int:
+    found = inspect(directory)
+    console = Console()
+    facts = Table(title=f"checkpoint {directory}", box=SIMPLE_HEAVY, show_header=False)
+    for row in found.facts:
+        facts.add_row(*row)
+    groups = Table(box=SIMPLE_HEAVY)
+    for title in ("modules", "how many", "stored as", "shape", "bytes"):
+        groups.add_column(title, overflow="fold")
+    for row in found.groups:
+        groups.add_row(*row)
+    console.print(facts, groups)
+    for problem in found.problems:
+        print(f"problem: {problem}", file=sys.stderr)
+    return EXIT_BAD_INPUT if found.problems else 0
 
 
 def _plan_table(plan: builder.EngineDescription, hardware_file: Path | None) -> Table:
@@ -281,6 +301,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="tokens decoded per calibration prompt (default: 64)",
+    )
+    add(
+        "--inspect",
+        type=Path,
+        metavar="DIR",
+        help="print what a checkpoint or drafter holds and what is wrong with it; build nothing",
     )
     add(
         "--plan",

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -123,7 +123,7 @@ def describe(options: BuildOptions) -> EngineDescription:
         speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
     for owner in description.owners():
-        _check_coverage(description, owner, source.checkpoint(owner))
+        check_coverage(description, owner, source.checkpoint(owner))
         _check_biases(description, owner)
     vocab_size = description.target.vocab_size
     text_files.check_tokenizer(options.checkpoint, vocab_size)
@@ -238,8 +238,8 @@ def resume_key(description: EngineDescription) -> str:
         for directory in (options.checkpoint, options.drafter)
         for file in sorted(directory.glob("*") if directory else ())
     ]
-    networks = {name: network.to_dict() for name, network in description.networks.items()}
-    facts = [repr(options), manifest_of(description)["builder"], files, networks]
+    weights = [repr(weight) for weight in description.weights.stored.values()]
+    facts = [repr(options), _builder_versions(), files, weights]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]
 
 
@@ -307,8 +307,12 @@ def _max_seq_len(options: BuildOptions, model_limit: int) -> int:
     return min(options.max_seq_len or model_limit, options.num_pages * options.page_size)
 
 
-def _check_coverage(description: EngineDescription, owner: Owner, checkpoint: Checkpoint) -> None:
-    """Every tensor of the checkpoint is part of a network, or known not to be."""
+def check_coverage(description: EngineDescription, owner: Owner, checkpoint: Checkpoint) -> None:
+    """Every tensor of the checkpoint is part of a network, or known not to be.
+
+    Raises:
+        CheckpointError: naming those that are neither.
+    """
     modules = {
         module
         for weight in description.weights.stored.values()
@@ -361,7 +365,7 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
     """The manifest but for what only the finished files tell."""
     options = description.options
     return {
-        "builder": _versions(["trtree", "torch", "safetensors", "numpy"]),
+        "builder": _builder_versions(),
         "backend": options.backend,
         "sm": None,
         "pretrained_config": dict(description.source.config("target")),
@@ -399,5 +403,6 @@ def _speculative_config(description: EngineDescription) -> dict[str, Any] | None
     }
 
 
-def _versions(packages: Iterable[str]) -> dict[str, str]:
+def _builder_versions() -> dict[str, str]:
+    packages = ("trtree", "torch", "safetensors", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trtree.build.network.network import Network
-from trtree.build.resumable import ResumableFile, staging_directory
+from trtree.build.resumable import ResumableFile, remove_journals, staging_directory
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +229,7 @@ class EngineDirWriter:
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
         """Hash everything and write the manifest."""
+        remove_journals(self.path)
         files = {}
         for file in sorted(self.path.rglob("*")):
             if file.is_file() and file.name not in (CALIBRATION, MANIFEST):

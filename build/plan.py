@@ -8,6 +8,7 @@ from trtree.build.hardware import Hardware
 from trtree.build.lowering.tensorrt.backend import encoding
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
 from trtree.build.network.network import State
+from trtree.build.text_files import size_text
 
 
 def kv_bytes_per_token(description: EngineDescription) -> int:
@@ -27,12 +28,14 @@ def memory_plan(
     ]
     sizes += _tensorrt_memory(description) if options.on_tensorrt else [_paged_kv(description)]
     total = sum(size for _, size in sizes)
-    rows = [(name, _bytes(size)) for name, size in sizes]
-    rows.append(("total", _bytes(total)))
+    rows = [(name, size_text(size)) for name, size in sizes]
+    rows.append(("total", size_text(total)))
     if hardware:
-        rows.append((f"memory of {hardware.name}", _bytes(hardware.memory_bytes)))
+        rows.append((f"memory of {hardware.name}", size_text(hardware.memory_bytes)))
         left = hardware.memory_bytes - total
-        rows.append(("left", _bytes(left) if left >= 0 else f"none: {_bytes(-left)} too much"))
+        rows.append(
+            ("left", size_text(left) if left >= 0 else f"none: {size_text(-left)} too much")
+        )
     rows += _expert_reads(description)
     rows.append(("longest request", f"{description.max_seq_len} tokens"))
     if description.drafter:
@@ -53,9 +56,9 @@ def engine_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             file,
-            f"{_bytes(manifest['files'][file]['bytes'])}, {_bytes(entry['activation_bytes'])} "
-            f"of device memory beside weights and KV; {entry['layers']} layers, "
-            f"{entry['fused_kernels']} fused kernels",
+            f"{size_text(manifest['files'][file]['bytes'])}, "
+            f"{size_text(entry['activation_bytes'])} of device memory beside weights and KV; "
+            f"{entry['layers']} layers, {entry['fused_kernels']} fused kernels",
         )
         for file, entry in engines.items()
     ]
@@ -110,10 +113,3 @@ def _expert_reads(description: EngineDescription) -> list[tuple[str, str]]:
 def _state_bytes(state: State) -> int:
     element = {"float32": 4, "bfloat16": 2, "int32": 4}[state.dtype]
     return 2 * state.heads * state.head_dim * element
-
-
-def _bytes(size: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size / 1024:.1f} KiB"

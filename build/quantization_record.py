@@ -76,7 +76,7 @@ def _linears(checkpoint: Checkpoint, owner: Owner, weights: Iterable[Weight]) ->
     modules = {
         module
         for weight in weights
-        if weight.owner == owner and len(weight.shape) == 2
+        if weight.owner == owner and len(weight.shape) > 1
         for module in weight.modules
     }
     infos = [checkpoint.linear_info(module) for module in modules]

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 _PIECE = 1 << 22
+_JOURNAL = ".journal"
 
 
 class ResumableFile:
@@ -25,7 +26,8 @@ class ResumableFile:
 
     done: the records already in the file, by key, with their data. ``tell`` and ``write``
     are those of a binary file; ``commit`` ends a record. Without an exception, leaving
-    the block removes the journal and sets ``sha256``.
+    the block sets ``sha256``. The journal stays, for the files beside this one may take
+    long; ``remove_journals`` ends them all.
     """
 
     sha256 = ""
@@ -33,7 +35,7 @@ class ResumableFile:
     def __init__(self, path: Path) -> None:
         self.done: dict[str, Any] = {}
         self._path = path
-        self._journal_path = path.with_name(f"{path.name}.journal")
+        self._journal_path = path.with_name(path.name + _JOURNAL)
         self._digest = hashlib.sha256()
         end, lines = self._read_journal() if path.exists() else (0, [])
         self._file: BinaryIO = path.open("r+b" if path.exists() else "xb")
@@ -76,7 +78,6 @@ class ResumableFile:
         self._file.close()
         self._journal.close()
         if kind is None:
-            self._journal_path.unlink()
             self.sha256 = self._digest.hexdigest()
 
     def _read_journal(self) -> tuple[int, list[str]]:
@@ -105,6 +106,12 @@ def _hash(file: BinaryIO, count: int, digest: Any) -> bool:
         digest.update(piece)
         count -= len(piece)
     return count == 0
+
+
+def remove_journals(directory: Path) -> None:
+    """Once all files of a folder are complete."""
+    for journal in directory.glob(f"*{_JOURNAL}"):
+        journal.unlink()
 
 
 @contextmanager

@@ -94,3 +94,11 @@ def _check_stop_ids(file: Path, stop: Any, vocab_size: int) -> None:
                 f"{file}: eos_token_id must be a token id below vocab_size {vocab_size}, or a "
                 f"list of them, not {stop!r}"
             )
+
+
+def size_text(size: int) -> str:
+    """Bytes as a person reads them: ``1.50 GiB``."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 1024:.1f} KiB"

@@ -128,6 +128,20 @@ def test_without_a_drafter_decoding_is_plain(
     assert EngineDir.open(tmp_path / "plain").manifest["speculative_config"] is None
 
 
+def test_inspect_prints_and_builds_nothing(
+    run: Callable[..., int], target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert run("--inspect", target) == 0
+    printed = capsys.readouterr().out
+    assert "Qwen3ForCausalLM: can be built" in printed and "NVFP4" in printed
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    edit_tensors(target, lambda tensors: tensors.pop(name))
+    assert run("--inspect", target) == 2
+    assert f"has no tensor {name}" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 # Bad checkpoints
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines import random_checkpoint, tiny_config
+from engines import random_checkpoint, tiny_config, write_target
+from random_moe import qwen3_moe_config, random_moe
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint
 from trtree.build.engine_dir import EngineDir
@@ -179,3 +180,34 @@ def test_awq_on_the_cpu_engine(awq: Path, tmp_path: Path, activations: str) -> N
         assert "scale" in {op.kind for op in session.engine_dir.networks()["target"].ops}
         outputs.append(plain(session, [3, 1, 4, 1, 5], 4))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("quantize", ["nvfp4", None])
+def test_both_forms_of_experts_build_one_engine(tmp_path: Path, quantize: str | None) -> None:
+    """One tensor per expert, or one per layer; plain, and quantized on the way."""
+    config = qwen3_moe_config()
+    single = random_moe(config, dtype=torch.bfloat16)
+    fused = {name: tensor for name, tensor in single.items() if ".experts." not in name}
+    at = "model.layers.1.mlp.experts"
+    parts = {
+        which: torch.stack([single[f"{at}.{i}.{which}_proj.weight"] for i in range(8)])
+        for which in ("gate", "up", "down")
+    }
+    fused[f"{at}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+    fused[f"{at}.down_proj"] = parts["down"]
+    files, records = [], []
+    for name, tensors in (("single", single), ("fused", fused)):
+        path = write_target(tmp_path / name, tensors, config)
+        options = BuildOptions(
+            checkpoint=path,
+            output=tmp_path / f"engine-{name}",
+            quantize=quantize,  # type: ignore[arg-type]
+        )
+        manifest = EngineDir.open(builder.write(builder.describe(options))).manifest
+        files.append(manifest["files"]["target.rank0.bin"])
+        records.append(manifest["build_config"]["quantization"]["target"])
+    assert files[0] == files[1]
+    assert records[0] == records[1]
+    if quantize:  # 4 + 3 of the dense layer, 4 + 3 * 8 of the sparse one; router, embedding, head
+        assert records[0]["linears"] == {"W4A16_NVFP4": 35, "bfloat16": 3}
+        plain(Session(tmp_path / "engine-fused"), [1, 2, 3], 4)

@@ -14,7 +14,7 @@ from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint, LinearWeight
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.options import BuildOptions
-from trtree.build.resumable import ResumableFile, staging_directory
+from trtree.build.resumable import ResumableFile, remove_journals, staging_directory
 
 # Kills itself once it has told of some weights.
 KILLED = """
@@ -81,6 +81,17 @@ def test_it_goes_on_where_it_was_killed(tmp_path: Path, loaded: list[Sequence[st
     assert sum(told) >= (output / "target.rank0.bin").stat().st_size
 
 
+def test_finished_files_are_not_written_again(tmp_path: Path, loaded: list[Sequence[str]]) -> None:
+    """Killed in the drafter's weights, it keeps all of the target's."""
+    output = tmp_path / "engine"
+    description = builder.describe(options_for(output))
+    stored = [w.owner for w in description.weights.stored.values()]
+    assert (kill_after(stored.count("target") + 1, output) / "drafter.rank0.bin").exists()
+    builder.write(description)
+    of_target = [modules for modules in loaded if modules[0].startswith("model.")]
+    assert loaded and not of_target
+
+
 @pytest.mark.parametrize("fault", ["flip", "truncate", "journal"])
 def test_damaged_leftovers_are_written_again(
     tmp_path: Path, loaded: list[Sequence[str]], fault: str
@@ -134,4 +145,5 @@ def test_a_record_ends_where_it_was_committed(tmp_path: Path) -> None:
         file.write(b"second")
         file.commit("b", None)
     assert path.read_bytes() == b"firstsecond"
+    remove_journals(tmp_path)
     assert list(tmp_path.iterdir()) == [path]

@@ -88,17 +88,18 @@ def _measure(options: BuildOptions, work: Path, layers: int) -> dict[str, Any]:
     engine_bytes = sum(description.weight_bytes(owner) for owner in description.owners())
     _forget(options.checkpoint)
     with byte_progress("engine", engine_bytes) as advance, PeakMemory() as memory:
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         builder.write(description, progress=advance)
         for file in options.output.glob("*.bin"):
             _to_disk(file)
-        seconds = time.perf_counter() - started
+        seconds, used = time.perf_counter() - started, time.process_time() - used
     disk_seconds = _sequential_write(work / "disk", engine_bytes)
     return {
         "layers": layers,
         "checkpoint_bytes": stored,
         "engine_bytes": engine_bytes,
         "seconds": round(seconds, 1),
+        "cpu_seconds": round(used, 1),
         "engine_mb_per_s": round(engine_bytes / seconds / 1e6, 1),
         "checkpoint_mb_per_s": round(stored / seconds / 1e6, 1),
         "disk_mb_per_s": round(engine_bytes / disk_seconds / 1e6, 1),

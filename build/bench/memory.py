@@ -38,7 +38,8 @@ class PeakMemory:
         tb: TracebackType | None,
     ) -> None:
         peak, _ = self._sampler.communicate()
-        self.grown = max(0, int(peak) - self._start)
+        if kind is None:  # a signal to the process group ends the sampler too
+            self.grown = max(0, int(peak) - self._start)
 
 
 def anonymous_bytes(pid: int) -> int:

@@ -5,7 +5,7 @@ Which one a module is, the configuration and the stored dtype say together: wher
 differ, the checkpoint is refused.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -113,17 +113,28 @@ def check_quantized_modules(
     Raises:
         CheckpointError: as ``describe``, for the first module at fault.
     """
+    for fault in faults(tensors, quantization):
+        raise CheckpointError(fault)
+
+
+def faults(
+    tensors: Mapping[str, TensorInfo], quantization: QuantizationConfig | None
+) -> Iterator[str]:
+    """What is wrong with the modules that ``check_quantized_modules`` looks at, one by one."""
     described = set()
     for name, info in tensors.items():
         module, _, part = name.rpartition(".")
         expert = ".experts." in name and len(info.shape) == 2
         weight = part in ("weight", "weight_packed")
         quantized = part in SCALES or (weight and info.dtype in (torch.uint8, FP8))
-        if (quantized or (expert and weight)) and module not in described:
-            described.add(module)
-            describe(tensors, quantization, module)
-        if part in KV_SCALES:
-            _check_kv_scale(name, info, quantization)
+        try:
+            if (quantized or (expert and weight)) and module not in described:
+                described.add(module)
+                describe(tensors, quantization, module)
+            if part in KV_SCALES:
+                _check_kv_scale(name, info, quantization)
+        except CheckpointError as error:
+            yield str(error)
 
 
 def _check_kv_scale(name: str, info: TensorInfo, quantization: QuantizationConfig | None) -> None:

@@ -58,7 +58,7 @@ class Checkpoint:
         _check_directory(directory)
         config = read_json(directory / "config.json")
         quantization = read_quantization(directory, config)
-        tensors = fused_experts.split(_read_headers(directory), config)
+        tensors = fused_experts.split(read_headers(directory), config)
         left_out = matcher(prediction_layers(config))
         used = {name: info for name, info in tensors.items() if not left_out.fullmatch(name)}
         headers.check_quantized_modules(used, quantization)
@@ -183,8 +183,12 @@ def _check_directory(directory: Path) -> None:
     raise CheckpointError(message)
 
 
-def _read_headers(directory: Path) -> dict[str, TensorInfo]:
-    """Every tensor of the directory, from one file or from the shards of an index."""
+def read_headers(directory: Path) -> dict[str, TensorInfo]:
+    """Every tensor of the directory, from one file or from the shards of an index.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or there is none.
+    """
     single, index = directory / SINGLE, directory / INDEX
     if index.exists():
         return _read_shards(directory, index)

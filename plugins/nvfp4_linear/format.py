@@ -20,8 +20,6 @@ E4M3_MIN = 2.0**-9  # the least positive value
 # Code -> value; the high bit of the nibble is the sign.
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32)
 E2M1_VALUES = torch.cat([_E2M1, -_E2M1])
-# Half-way points between neighbouring magnitudes; ties go to the even code.
-_MIDPOINTS = (_E2M1[:-1] + _E2M1[1:]) / 2
 
 
 class QuantizedTensor(NamedTuple):
@@ -43,11 +41,16 @@ class QuantizedRows(NamedTuple):
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """float32 -> uint8 codes of the nearest E2M1 value; saturates at 6; ties to even."""
+    """float32 -> uint8 codes of the nearest E2M1 value; saturates at 6; ties to even.
+
+    Values are 0.5 apart up to 2 (codes 0 to 4), 1 apart up to 4 (to 6), and then 6 (7): the
+    steps taken in each range add up to the code, and each rounds its ties to an even one.
+    """
     magnitude = x.abs()
-    up = torch.bucketize(magnitude, _MIDPOINTS, right=True)  # ties counted as above
-    down = torch.bucketize(magnitude, _MIDPOINTS)  # ties counted as below
-    code = torch.where(down % 2 == 0, down, up)
+    code = (2 * magnitude).clamp_(max=4).round_()
+    code += magnitude.clamp(2, 4).round_()
+    code += magnitude.mul_(0.5).clamp_(2, 3).round_()
+    code -= 4  # the last two begin at 2
     return (code + 8 * torch.signbit(x)).to(torch.uint8)
 
 

@@ -1,5 +1,6 @@
-"""The build benchmark on a model of a few thousand parameters."""
+"""The benchmarks on a model of a few thousand parameters."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -7,19 +8,31 @@ import pytest
 
 from engines import tiny_config
 from trtree.build.bench.__main__ import main
+from trtree.build.bench.convert import size
 
 
-def test_a_random_checkpoint_is_built_and_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A configuration without weights."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(tiny_config(head_dim=64)))
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
     sidecar = {"producer": {"name": "modelopt"}, "quantization": quantization}
     (model / "hf_quant_config.json").write_text(json.dumps(sidecar))
+    return model
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
     work = tmp_path / "work"
     work.mkdir()
+    return work
+
+
+def test_a_random_checkpoint_is_built_and_measured(
+    model: Path, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--model", str(model), "--work", str(work), "--max-seq-len", "128"]
     assert main(["build", *arguments]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -29,3 +42,37 @@ def test_a_random_checkpoint_is_built_and_measured(
     assert result["seconds"] > 0
     assert result["weight_rewrites"] == {"target.rank0.engine": []}
     assert list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [[], ["--plain"]])
+def test_a_conversion_is_measured(
+    model: Path, work: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    arguments = ["--model", str(model), "--work", str(work), "--size", "2MB", *options]
+    assert main(["convert", *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert 1_900_000 < result["checkpoint_bytes"] < 2_300_000
+    assert result["layers"] > 5
+    ratio = result["engine_bytes"] / result["checkpoint_bytes"]
+    assert ratio < 0.5 if options else 0.9 < ratio < 1.2
+    assert result["engine_mb_per_s"] > 0 and result["disk_mb_per_s"] > 0
+    assert list(work.iterdir()) == []
+
+
+def test_a_size_the_disk_cannot_hold_is_refused(
+    model: Path, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "--model", str(model), "--work", str(work), "--size", "900TB"]) == 2
+    assert "GB are free; give a smaller size" in capsys.readouterr().err
+    assert list(work.iterdir()) == []
+
+
+def test_sizes() -> None:
+    assert [size(text) for text in ("30GB", "1.5 G", "200m", "7")] == [
+        30 * 10**9,
+        1_500_000_000,
+        200_000_000,
+        7,
+    ]
+    with pytest.raises(argparse.ArgumentTypeError, match="'30XB' is no size"):
+        size("30XB")

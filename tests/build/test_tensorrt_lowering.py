@@ -116,6 +116,8 @@ class Pairs:
             if case == "demo-sliding":
                 drafter = sliding_drafter(self._directory / "sliding")
                 options = options.with_changes({"drafter": drafter})
+            if case == "demo-quantized":
+                options = options.with_changes({"quantize_drafter": "nvfp4"})
             activations = "nvfp4" if case == "demo-nvfp4" else "bf16"
             return describe(
                 options, activations=activations, max_seq_len=40, max_tree_budget=16, top_k=5
@@ -227,7 +229,7 @@ def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "tree"])
-@pytest.mark.parametrize("case", ["demo-bf16", "demo-sliding"])
+@pytest.mark.parametrize("case", ["demo-bf16", "demo-sliding", "demo-quantized"])
 def test_every_op_of_the_drafter(pairs: Pairs, case: str, kind: str) -> None:
     pair = pairs(case)
     context = pair["drafter_context"]

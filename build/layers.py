@@ -1,0 +1,95 @@
+"""Layers by kind and what a request keeps in each, read from any family's config.json.
+
+Works for architectures that cannot be built; names of fields are transformers'.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LINEAR = "linear_attention"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """kinds, mlps: how many of each; kv_elements: cached per token, all layers together;
+    states: (name, shape, layers) of what is kept per request whatever its length."""
+
+    kinds: dict[str, int]
+    mlps: dict[str, int]
+    kv_elements: int
+    states: list[tuple[str, tuple[int, ...], int]]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Layers | None":
+        """None if config.json does not name its layers."""
+        nested = config.get("transformer_layer_config") or config.get("text_config") or config
+        text = nested if isinstance(nested, dict) else config
+        count = text.get("num_hidden_layers")
+        if type(count) is not int:
+            return None
+        kinds = _kinds(text, count)
+        counted = Counter(kinds)
+        per_token = _kv_elements(text)
+        attending = sum(n for kind, n in counted.items() if kind != LINEAR)
+        return cls(
+            kinds=dict(counted),
+            mlps=dict(Counter(_mlps(text, count))),
+            kv_elements=attending * per_token,
+            states=_states(text, counted[LINEAR]) if counted[LINEAR] else [],
+        )
+
+
+def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == count:
+        return [str(kind) for kind in kinds]
+    if text.get("linear_num_value_heads"):
+        every = text.get("full_attention_interval", 4)
+        return ["full_attention" if (i + 1) % every == 0 else LINEAR for i in range(count)]
+    if text.get("kv_lora_rank"):
+        return [
+            "deepseek_sparse_attention" if text.get("index_topk") else "latent_attention"
+        ] * count
+    return ["full_attention"] * count
+
+
+def _mlps(text: Mapping[str, Any], count: int) -> list[str]:
+    """Dense, or so many experts of which so many are used."""
+    experts = text.get("num_experts") or text.get("n_routed_experts")
+    if not experts:
+        return ["dense"] * count
+    sparse = f"of {experts} experts ({text.get('num_experts_per_tok')} used)"
+    listed = text.get("mlp_layer_types")
+    if isinstance(listed, list) and len(listed) == count:
+        return [sparse if kind == "sparse" else "dense" for kind in listed]
+    first, step = text.get("first_k_dense_replace") or 0, text.get("decoder_sparse_step") or 1
+    dense = text.get("mlp_only_layers") or []
+    return [
+        sparse if i >= first and i not in dense and (i + 1) % step == 0 else "dense"
+        for i in range(count)
+    ]
+
+
+def _kv_elements(text: Mapping[str, Any]) -> int:
+    """Per token and attending layer: keys and values, or a latent and the indexer's key."""
+    latent = text.get("kv_lora_rank")
+    if latent:
+        return int(latent + text.get("qk_rope_head_dim", 0) + (text.get("index_head_dim") or 0))
+    heads = text.get("num_attention_heads")
+    if type(heads) is not int:
+        return 0
+    head_dim = text.get("head_dim") or text.get("hidden_size", 0) // heads
+    return int(2 * (text.get("num_key_value_heads") or heads) * head_dim)
+
+
+def _states(text: Mapping[str, Any], layers: int) -> list[tuple[str, tuple[int, ...], int]]:
+    """Gated DeltaNet: a matrix per value head, and the window of the causal convolution."""
+    keys, values = text["linear_num_key_heads"], text["linear_num_value_heads"]
+    key_dim, value_dim = text["linear_key_head_dim"], text["linear_value_head_dim"]
+    channels = 2 * keys * key_dim + values * value_dim
+    return [
+        ("recurrent state", (values, key_dim, value_dim), layers),
+        ("convolution window", (channels, text["linear_conv_kernel_dim"] - 1), layers),
+    ]

@@ -1,0 +1,86 @@
+"""Calibrated quantization with ModelOpt, from a plain checkpoint to tokens."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from engines import DEMO, random_checkpoint, tiny_config
+from trtree.build import builder
+from trtree.build.checkpoint import Checkpoint
+from trtree.build.options import BuildOptions
+from trtree.build.quantize import main
+from trtree.runtime.executor import Request
+from trtree.runtime.session import Session
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return random_checkpoint(tmp_path / "plain", tiny_config(tie_word_embeddings=True))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("1 2 3 4 5 6 7 8\n\n11 12 13 14 15\n")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kv_cache", "activations"),
+    [("NVFP4", "FP8", "nvfp4"), ("W4A16_NVFP4", None, "bf16"), ("FP8", None, "none")],
+)
+def test_a_quantized_checkpoint_decodes(
+    plain: Path,
+    prompts: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    algorithm: str,
+    kv_cache: str | None,
+    activations: str,
+) -> None:
+    output = tmp_path / "quantized"
+    arguments = ["--checkpoint", plain, "--output", output, "--prompts", prompts]
+    arguments += ["--algorithm", algorithm]
+    if kv_cache:
+        arguments += ["--kv-cache", kv_cache]
+    with caplog.at_level(logging.ERROR):
+        assert main([str(a) for a in arguments]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "prompts.txt", "quantized"]
+    checkpoint = Checkpoint.open(output)
+    assert checkpoint.quantization is not None
+    assert checkpoint.quantization.algorithm == algorithm
+    assert len(checkpoint.kv_scales()) == (4 if kv_cache else 0)
+    description = builder.describe(BuildOptions(checkpoint=output, output=tmp_path / "engine"))
+    assert description.activations == activations
+    session = Session(builder.write(description))
+    speculative = session.speculative_config("plain")
+    done = session.complete(Request([1, 2, 3], max_tokens=8, speculative=speculative))
+    assert len(done.token_ids) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--checkpoint": DEMO / "target_nvfp4"}, "is quantized already (NVFP4)"),
+        ({"--prompts": "nowhere"}, "--prompts nowhere: cannot be read"),
+        ({"--algorithm": "NVFP4_AWQ"}, "ModelOpt searches its scales on a GPU"),
+        ({"--output": "plain"}, "plain exists; give another --output"),
+    ],
+)
+def test_bad_input_is_one_line(
+    plain: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, object],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    arguments = {"--checkpoint": plain, "--output": "quantized", "--prompts": prompts} | change
+    assert main([str(part) for pair in arguments.items() for part in pair]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("error: ") and message in lines[-1]
+    assert sorted(tmp_path.rglob("*")) == before
