@@ -81,5 +81,7 @@ class OutputText:
 
     def finish(self) -> tuple[str, str | None]:
         """The rest of the text, and the stop string it completes, if it does."""
-        certain, stop = self._stops.push(self._stream.finish())
+        added = self._stream.finish()
+        self.length += len(added)
+        certain, stop = self._stops.push(added)
         return (certain, stop) if stop is not None else (certain + self._stops.finish(), None)
