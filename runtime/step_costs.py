@@ -166,6 +166,7 @@ class _Measurement:
 
     def _first_pass(self, verify: dict[int, list[float]], draft: dict[int, list[float]]) -> None:
         """Time each size once, small ones first; drop the sizes that there is no time for."""
+        sizes: list[tuple[int, dict[int, list[float]], Callable[[int], float]]]
         sizes = [(size, verify, self._verify) for size in verify]
         sizes += [(size, draft, self._draft) for size in draft]
         for size, times, run in sorted(sizes, key=lambda entry: entry[0]):
