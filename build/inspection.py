@@ -11,6 +11,7 @@ from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config, headers
 from trtree.build.checkpoint.fused_experts import split
 from trtree.build.checkpoint.json_file import read_json
+from trtree.build.checkpoint.patterns import matcher, prediction_layers
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.reader import read_headers
 from trtree.build.layers import Layers
@@ -49,7 +50,13 @@ def inspect(directory: Path) -> Inspection:
     try:
         quantization = read_quantization(directory, config)
         tensors = split(tensors, config)
-        found.problems += headers.faults(tensors, quantization)
+        left_out = matcher(prediction_layers(config))
+        used = {name: info for name, info in tensors.items() if not left_out.fullmatch(name)}
+        if len(used) < len(tensors):
+            found.facts.append(
+                ("prediction layers", f"left out, {len(tensors) - len(used)} tensors")
+            )
+        found.problems += headers.faults(used, quantization)
     except CheckpointError as error:
         found.problems.append(str(error))
     checkpoint = Checkpoint(directory, config, quantization, tensors)

@@ -58,6 +58,8 @@ def test_the_demo_builds_with_every_default(
         "generation_config.json",
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
+        "triton/trtree/1/model.py",
+        "triton/trtree/config.pbtxt",
     }
     assert [p.name for p in (tmp_path / "engines").iterdir()] == ["demo"]
 

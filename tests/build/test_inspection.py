@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines import DEMO, random_checkpoint, tiny_config
-from trtree.build.checkpoint import CheckpointError
-from trtree.build.checkpoint.write import write_checkpoint
+from engines import DEMO, random_checkpoint, tiny_config, write_target
+from random_moe import glm4_moe_config, random_moe
+from trtree.build.checkpoint import CheckpointError, QuantizationConfig
+from trtree.build.checkpoint.write import quantize_state_dict, write_checkpoint
 from trtree.build.inspection import inspect
 from trtree.build.layers import Layers
 from trtree.build.models import FAMILIES, family_of
@@ -169,3 +170,19 @@ def test_every_problem_is_listed(tmp_path: Path) -> None:
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json: cannot be read"):
         inspect(tmp_path)
+
+
+def test_a_prediction_layer_left_unquantized_is_no_problem(tmp_path: Path) -> None:
+    """GLM's exporters leave it alone and list it nowhere; builds leave it out."""
+    config = glm4_moe_config()
+    excluded = ("lm_head", "model.embed_tokens", "*.mlp.gate")
+    plain = random_moe(config, dtype=torch.bfloat16)
+    tensors = dict(quantize_state_dict(plain.items(), exclude=excluded))
+    tensors["model.layers.2.mlp.experts.0.up_proj.weight"] = torch.zeros(48, 64).bfloat16()
+    write_target(tmp_path / "glm", tensors, config, QuantizationConfig("NVFP4", excluded))
+    found = inspect(tmp_path / "glm")
+    assert found.problems == []
+    facts = dict(found.facts)
+    assert facts["prediction layers"] == "left out, 1 tensors"
+    assert facts["feed-forward"] == "1 dense, 1 of 8 experts (3 used)"
+    assert facts["coverage"].startswith("all ")
