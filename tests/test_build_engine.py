@@ -103,6 +103,8 @@ def test_the_demo_builds_with_every_default(
         "generation_config.json",
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
+        "triton/trtree/config.pbtxt",
+        "triton/trtree/1/model.py",
     }
     assert [p.name for p in (tmp_path / "engines").iterdir()] == ["demo"]
 
