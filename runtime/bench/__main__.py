@@ -15,7 +15,7 @@ from trtree.runtime.cli import run_command
 from trtree.runtime.session import RequestError
 
 # A benchmark is a module of this package with this name. Its docstring is its help.
-BENCHES = ("decode", "experts", "gpu", "linear", "serve", "tree")
+BENCHES = ("decode", "experts", "gpu", "linear", "serve", "soak", "tree")
 ERRORS = (CheckpointError, NetworkError, OptionError, EngineDirError, RequestError)
 
 

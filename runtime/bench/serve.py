@@ -13,18 +13,17 @@ import argparse
 import asyncio
 import json
 import re
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trtree.build.bench.widen import SHAPES
 from trtree.build.bench.widened import build_widened
@@ -32,9 +31,6 @@ from trtree.build.options import read_options
 from trtree.runtime.cli import positive
 from trtree.runtime.generate import read_prompts
 from trtree.runtime.session import RequestError
-
-if TYPE_CHECKING:
-    pass
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"mode": "plain"},
@@ -71,7 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modes", choices=tuple(MODES), nargs="+", default=tuple(MODES), help="default: all"
     )
-    parser.add_argument("--tree-budget", type=positive, metavar="N", help="default: the engine's")
+    parser.add_argument(
+        "--tree-budgets",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="of mode tree, each a mode of its own, and the largest of adaptive trees; "
+        "default: the engine's",
+    )
     parser.add_argument("--max-tokens", type=positive, default=64, help="default: %(default)s")
     parser.add_argument(
         "--requests",
@@ -82,12 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--turns", type=positive, default=3, metavar="N", help="of each mode; default: %(default)s"
-    )
-    parser.add_argument(
-        "--minutes",
-        type=positive,
-        metavar="M",
-        help="instead of a number of turns, go on for so long at each number of clients: a soak",
     )
     parser.add_argument(
         "--prompts",
@@ -105,32 +102,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         RuntimeError: modes gave different texts.
     """
     prompts = read_prompts(args.prompts)
-    use: list[dict[str, int]] = []
-    with _server(args) as (url, process):
-        look = (lambda: use.append(_use(process))) if process else lambda: None
-        rows = asyncio.run(_measure(url, prompts, args, look))
-    result = {
+    with _server(args) as url:
+        rows = asyncio.run(_measure(url, prompts, args))
+    return {
         "engine": args.url or args.widen or str(args.engine),
         "max_tokens": args.max_tokens,
         "rows": rows,
     }
-    return result | ({"server": dict(zip(("before", "after"), use, strict=True))} if use else {})
-
-
-def _use(process: Path) -> dict[str, int]:
-    """What a process holds now; ``process`` is its folder in /proc."""
-    pages = int((process / "statm").read_text().split()[1])
-    return {
-        "resident_mib": pages * resource.getpagesize() >> 20,
-        "open_files": len(list((process / "fd").iterdir())),
-    }
 
 
 @contextmanager
-def _server(args: argparse.Namespace) -> Iterator[tuple[str, Path | None]]:
-    """Its URL, and its process's folder in /proc if it is ours."""
+def _server(args: argparse.Namespace) -> Iterator[str]:
+    """Its URL."""
     if args.url:
-        yield args.url, None
+        yield args.url
         return
     with tempfile.TemporaryDirectory() as folder:
         engine = args.engine
@@ -143,17 +128,24 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, Path | None]]:
                 stdout=subprocess.DEVNULL,
                 check=True,
             )
-        command = [sys.executable, "-m", "trtree.runtime.serve", "--engine", str(engine)]
-        process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://\S+", process.stdout.readline())
-            if found is None:  # it said why on stderr
-                raise RequestError(f"{engine}: the server did not start")
-            yield found[0], Path("/proc", str(process.pid))
-        finally:
-            process.terminate()
-            process.wait()
+        with serving(engine) as (url, _):
+            yield url
+
+
+@contextmanager
+def serving(engine: Path) -> Iterator[tuple[str, int]]:
+    """A server of this engine on a free port; its URL and its process's id."""
+    command = [sys.executable, "-m", "trtree.runtime.serve", "--engine", str(engine)]
+    process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+", process.stdout.readline())
+        if found is None:  # it said why on stderr
+            raise RequestError(f"{engine}: the server did not start")
+        yield found[0], process.pid
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @dataclass
@@ -176,42 +168,45 @@ class _Run:
             "requests": self.requests,
             "tokens_per_s": self.tokens / self.seconds,
             "acceptance_length": self.decoded_tokens / max(self.verify_forwards, 1),
-            "time_to_first_token_ms": _percentiles(self.first),
-            "time_per_output_token_ms": _percentiles(self.per_token),
-            "gap_ms": _percentiles(self.gaps),
+            "time_to_first_token_ms": percentiles(self.first),
+            "time_per_output_token_ms": percentiles(self.per_token),
+            "gap_ms": percentiles(self.gaps),
         }
 
 
 async def _measure(
-    url: str, prompts: Sequence[str], args: argparse.Namespace, look: Callable[[], None]
+    url: str, prompts: Sequence[str], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A row for each mode and number of clients; ``look`` is called before and after."""
+    """A row for each mode and number of clients."""
     load = _Load(url, prompts, args)
     async with load:
-        refused = {mode: await load.refusal(mode) for mode in args.modes}
-        modes = [mode for mode in args.modes if refused[mode] is None]
+        refused = {mode: await load.refusal(mode) for mode in load.modes}
+        modes = [mode for mode in refused if refused[mode] is None]
         rows: list[dict[str, Any]] = [
             {"mode": mode, "refused": text} for mode, text in refused.items() if text is not None
         ]
-        look()
         for clients in args.clients:
             runs = {mode: _Run() for mode in modes}
-            for _ in _turns(args):
+            for _ in range(args.turns):
                 for mode in modes:
                     await load.turn(runs[mode], mode, clients)
             rows += [runs[mode].row(mode, clients) for mode in modes]
-    await asyncio.sleep(1)  # until the server has noticed that the clients are gone
-    look()
     return rows
 
 
-def _turns(args: argparse.Namespace) -> Iterator[None]:
-    if args.minutes is None:
-        yield from [None] * args.turns
-        return
-    end = time.monotonic() + 60 * args.minutes
-    while time.monotonic() < end:
-        yield None
+def _modes(names: Sequence[str], budgets: Sequence[int] | None) -> dict[str, dict[str, Any]]:
+    """Parameters by mode; ``tree`` is one mode for each budget."""
+    if budgets is None:
+        return {name: MODES[name] for name in names}
+    modes = {}
+    for name in names:
+        if name == "tree":
+            modes |= {f"tree {n}": MODES[name] | {"tree_budget": n} for n in budgets}
+        else:
+            modes[name] = dict(MODES[name])
+        if name == "adaptive":
+            modes[name]["tree_budget"] = max(budgets)
+    return modes
 
 
 class _Load:
@@ -230,6 +225,7 @@ class _Load:
         self._error = httpx.HTTPError
         self._prompts = prompts
         self._args = args
+        self.modes = _modes(args.modes, args.tree_budgets)
         self._texts: dict[str, str] = {}  # by prompt, the same in all modes
 
     async def __aenter__(self) -> "_Load":
@@ -297,19 +293,16 @@ class _Load:
         run.gaps += [after - before for before, after in pairwise(times)]
 
     def _body(self, mode: str, index: int) -> dict[str, Any]:
-        speculative = dict(MODES[mode])
-        if self._args.tree_budget and speculative["mode"] == "tree":
-            speculative["tree_budget"] = self._args.tree_budget
         return {
             "prompt": self._prompts[index % len(self._prompts)],
             "max_tokens": self._args.max_tokens,
             "ignore_eos": True,
             "temperature": 0,
-            "speculative": speculative,
+            "speculative": self.modes[mode],
         }
 
 
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """In milliseconds, by name."""
     if len(seconds) < 2:
         return {f"p{p}": 1000 * value for p in PERCENTILES for value in seconds}

@@ -217,7 +217,7 @@ def exact_probabilities(
 def chi_square(
     samples: Sequence[tuple[int, ...]], probabilities: dict[tuple[int, ...], float]
 ) -> float:
-    """p-value of the samples, all continuations not listed taken as one."""
+    """p-value of the samples, all continuations not listed taken as one; printed (pytest -rP)."""
     counts = dict.fromkeys(probabilities, 0)
     rest = 0
     for sample in samples:
@@ -228,7 +228,13 @@ def chi_square(
     expected = [p * len(samples) for p in probabilities.values()]
     left = len(samples) - sum(expected)
     observed = [*counts.values(), rest]
-    return float(stats.chisquare(observed, [*expected, left]).pvalue)
+    result = stats.chisquare(observed, [*expected, left])
+    print(
+        f"{len(samples)} samples, {len(observed)} categories (the rest has "
+        f"{100 * left / len(samples):.1f}%), "
+        f"chi-square {result.statistic:.1f}, p {result.pvalue:.2g}"
+    )
+    return float(result.pvalue)
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +262,7 @@ def test_trees_sample_the_targets_distribution(
             samples.append(tuple(answer.token_ids))
             assert answer.last
             accepted += answer.last.statistics.accepted_tokens
+    print(f"{accepted} draft tokens accepted")
     assert accepted > SAMPLES / 20  # the trees had a say
     assert len(probabilities) > 20
     assert chi_square(samples, probabilities) > FALSE_ALARM

@@ -15,16 +15,19 @@ def test_figures(server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFi
     (before,) = server.metrics("target_forwards_total")
     arguments = ["--url", server.url, "--prompts", str(prompts), "--max-tokens", "20"]
     small = ["--clients", "1", "3", "--turns", "1", "--modes", "plain", "tree"]
+    small += ["--tree-budgets", "2", "8"]
     assert main(["serve", *arguments, *small]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [(row["mode"], row["clients"]) for row in result["rows"]] == [
-        ("plain", 1), ("tree", 1), ("plain", 3), ("tree", 3),
-    ]  # fmt: skip
+        (mode, clients) for clients in (1, 3) for mode in ("plain", "tree 2", "tree 8")
+    ]
     for row in result["rows"]:
         assert (row["acceptance_length"] == 1) == (row["mode"] == "plain")
         assert row["tokens_per_s"] > 0
         for name in ("time_to_first_token_ms", "time_per_output_token_ms", "gap_ms"):
             assert 0 <= row[name]["p50"] <= row[name]["p90"] <= row[name]["p99"]
+    length = {row["mode"]: row["acceptance_length"] for row in result["rows"]}
+    assert length["tree 2"] < length["tree 8"]
     assert server.metrics("target_forwards_total") > [before]
 
 
