@@ -124,7 +124,7 @@ def _module(
     module: str, size: int, weight: Weight, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if len(weight.shape) == 1:
-        yield tensor_name(module), torch.ones(size, dtype=torch.bfloat16)
+        yield tensor_name(module), torch.full((size,), 1 - weight.offset, dtype=torch.bfloat16)
         return
     if weight.has_bias:
         yield f"{module}.bias", torch.zeros(size, dtype=torch.bfloat16)
