@@ -6,11 +6,14 @@ update leak into another branch or into the committed state.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +27,8 @@ from trtree.build import builder
 from trtree.build.engine_dir import EngineDir
 from trtree.build.options import BuildOptions
 from trtree.build.plan import memory_plan
+from trtree.plugins import branch_state
+from trtree.plugins.gated_delta_net import reference as delta_reference
 from trtree.runtime.engines import open_engine
 from trtree.runtime.engines.cpu import load_cpu_engine
 from trtree.runtime.executor import (
@@ -195,6 +200,31 @@ def test_a_committed_path_continues_as_if_decoded_plainly(load: Any, family: str
         assert logits[row].tobytes() == expected
         engine.commit([_core.Commit(at, path)])
         committed += [tokens[r] for r in path]
+
+
+def test_a_planted_leak_between_siblings_is_caught(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that continue the row before them, whoever their parent is: a chain is still
+    right, a tree is not."""
+
+    def leaky(committed: torch.Tensor, segments: Any, move: Any) -> torch.Tensor:
+        chains = [replace(s, parents=list(range(-1, s.num_rows - 1))) for s in segments]
+        return branch_state.walk(committed, chains, move)
+
+    prefix, path = [5, 6, 7], [11, 12]
+
+    def last_row(tokens: list[int], parents: list[int]) -> np.ndarray:
+        _, engine = open_engine(build("3.5", None, "reference"))
+        prefill(engine, _core.Sequence(1, 0, 0, pages_of(0)), prefix)
+        at = _core.Sequence(1, 0, len(prefix), pages_of(0))
+        return run_rows(engine, [(at, tokens, parents)])[0][-1]
+
+    right = last_row(path, [-1, 0])
+    assert last_row([11, 40, 12], [-1, 0, 0]).tobytes() == right.tobytes()
+    monkeypatch.setattr(delta_reference, "walk", leaky)
+    assert last_row(path, [-1, 0]).tobytes() == right.tobytes()
+    assert np.abs(last_row([11, 40, 12], [-1, 0, 0]) - right).max() > 1e-3
 
 
 def test_a_slot_is_started_afresh(load: Any) -> None:

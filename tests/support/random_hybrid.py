@@ -26,7 +26,7 @@ _EXPERTS = {
     "moe_intermediate_size": 48,
     "num_experts": 8,
     "num_experts_per_tok": 3,
-    "shared_expert_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
 }
 _NAMES = {
     "Qwen3NextForCausalLM": "qwen3_next",
