@@ -59,6 +59,8 @@ Project = Callable[[Graph, Tensor], Projections]
 def hybrid_fields(config: Mapping[str, Any], *, intermediate: int | None = None) -> dict[str, Any]:
     """The fields of HybridConfig; ``intermediate`` where config.json may lack it."""
     read = ConfigReader(config)
+    read.require("attn_output_gate", True)
+    read.require("output_gate_type", "swish")  # behind the recurrence
     layers = read.positive("num_hidden_layers")
     fields = decoder_fields(
         config,

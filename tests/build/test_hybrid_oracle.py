@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from engines import write_target
+from engines import ROOT, write_target
 from random_hybrid import hybrid_config, random_hybrid, transformers_model
 from steps import prefill
 from trtree import _core
 from trtree.build import builder
+from trtree.build.builder import manifest_of
 from trtree.build.checkpoint import CheckpointError
 from trtree.build.models import family_of
 from trtree.build.network.network import NetworkError
 from trtree.build.options import BuildOptions, OptionError
+from trtree.build.plan import memory_plan
 from trtree.runtime.engines import open_engine
 
 TOLERANCE = 1e-4
@@ -112,6 +114,8 @@ def test_the_text_part_of_a_multimodal_checkpoint(
         (hybrid_config(DENSE, layer_types=["mamba", "full_attention"]), "not ['mamba'"),
         (hybrid_config(MOE, num_experts_per_tok=9), "top_k 9 of 8 candidate experts"),
         (hybrid_config(NEXT, shared_expert_intermediate_size=0), "shared_expert_intermediate_size"),
+        (hybrid_config(DENSE, attn_output_gate=False), "attn_output_gate False is not supported"),
+        (hybrid_config(DENSE, output_gate_type="sigmoid"), "output_gate_type 'sigmoid' is not"),
         (hybrid_config(NEXT, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     ],
 )
@@ -138,3 +142,24 @@ def test_tensorrt_refuses_recurrent_state_by_name(tmp_path: Path, backend: str) 
     options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine")
     with pytest.raises(OptionError, match=r"linear_attn\.conv is conv state, which it does not"):
         builder.describe(options.with_changes({"backend": backend}))
+
+
+def test_the_plan_of_a_public_model_and_its_drafter() -> None:
+    models = ROOT / "configs" / "models"
+    options = BuildOptions(
+        checkpoint=models / "qwen3.6_27b_nvfp4",
+        drafter=models / "qwen3.6_27b_dflash",
+        backend="cpu",
+        max_batch_size=4,
+    )
+    description = builder.plan(options)
+    assert description.drafter is not None
+    assert description.drafter.mask_token_id == 248070
+    assert description.drafter.causal == (True, True, True, True, False)
+    states = description.networks["target"].states.values()
+    assert sum(state.kind == "recurrent" for state in states) == 48
+    assert sum(state.kind == "kv" for state in states) == 16
+    # 48 value heads of 128 x 128, and windows of 3 x 10,240 channels, in each of 48 layers.
+    per_request = 4 * 48 * (48 * 128 * 128 + 3 * 10240)
+    assert manifest_of(description)["build_config"]["request_state_bytes"] == per_request
+    assert dict(memory_plan(description))["recurrent state, 4 requests of 149.62 MiB"]
