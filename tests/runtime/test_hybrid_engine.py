@@ -250,6 +250,23 @@ def run(engine: _core.Engine, requests: list[Request]) -> tuple[list[list[int]],
     return list(output.values()), executor.latest_statistics()
 
 
+def mixed_requests(count: int, rng: random.Random) -> list[Request]:
+    """Trees, chains and plain decoding, greedy and sampled; two in three begin alike."""
+    shared = [rng.randrange(VOCAB) for _ in range(20)]
+    requests = []
+    for index in range(count):
+        own = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 18))]
+        sampling = SamplingConfig(temperature=0.8, seed=index) if index % 5 == 4 else None
+        request = Request(
+            (shared if index % 3 else []) + own,
+            max_tokens=rng.randint(16, 28),
+            speculative=MODES[index % 4],
+            sampling=sampling or SamplingConfig(),
+        )
+        requests.append(request)
+    return requests
+
+
 MODES = [
     SpeculativeConfig(DecodingMode.TREE, tree_budget=64),
     SpeculativeConfig(DecodingMode.CHAIN),
@@ -266,24 +283,25 @@ def test_mixed_requests_answer_as_if_alone(
     load: Any, family: str, kv_tokens: int, page_size: int
 ) -> None:
     """Also where the pool is too small for all at once, and prompts begin alike."""
-    rng = random.Random(2)
     engine = load(family, 2, kv_tokens=kv_tokens, page_size=page_size)
     assert engine.capabilities().tree_state == _core.TreeState.EXACT
-    shared = [rng.randrange(VOCAB) for _ in range(20)]
-    requests = []
-    for index in range(16):
-        prompt = (shared if index % 3 else []) + [rng.randrange(VOCAB) for _ in range(1 + index)]
-        sampling = SamplingConfig(temperature=0.8, seed=index) if index % 5 == 4 else None
-        options = {"sampling": sampling} if sampling else {}
-        request = Request(prompt, max_tokens=24, speculative=MODES[index % 4], **options)
-        requests.append(request)
+    requests = mixed_requests(16, random.Random(2))
     together, statistics = run(engine, requests)
     assert (statistics.preemptions > 0) == (kv_tokens == 320)
     assert statistics.cached_prompt_tokens == 0
     assert not statistics.prefix_cache
     alone = load(family, 1)
     for request, tokens in zip(requests, together, strict=True):
-        assert len(tokens) == 24
+        assert len(tokens) == request.max_tokens
+        assert run(alone, [request])[0] == [tokens]
+
+
+def test_200_requests_at_once_answer_as_if_alone(load: Any) -> None:
+    requests = mixed_requests(200, random.Random(9))
+    together, _ = run(load("3.5-moe", 2), requests)
+    alone = load("3.5-moe", 1)
+    for request, tokens in zip(requests, together, strict=True):
+        assert len(tokens) == request.max_tokens
         assert run(alone, [request])[0] == [tokens]
 
 
