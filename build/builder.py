@@ -3,8 +3,9 @@
 import hashlib
 import json
 import logging
+import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from trtree.build import models, text_files
 from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config, speculators
 from trtree.build.checkpoint.dflash_config import DrafterConfig
-from trtree.build.checkpoint.patterns import matcher, prediction_layers
+from trtree.build.checkpoint.patterns import left_out, matcher
 from trtree.build.engine_dir import (
     GENERATION_CONFIG,
     TOKENIZER,
@@ -29,7 +30,7 @@ from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
 from trtree.build.network.graph import Graph
-from trtree.build.network.network import DType, Network, Owner
+from trtree.build.network.network import ITEM_BYTES, DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError
 from trtree.build.quantization_record import quantization_record, warn_of_differences
 from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, SourceWithWeights
@@ -319,17 +320,18 @@ def check_coverage(description: EngineDescription, owner: Owner, checkpoint: Che
         if weight.owner == owner
         for module in weight.modules
     }
-    left_out = prediction_layers(checkpoint.config)
-    for pattern in left_out:
+    unused = left_out(checkpoint.config)
+    for pattern in unused:
         expression = matcher([pattern])
         if count := sum(expression.fullmatch(name) is not None for name in checkpoint.names()):
-            log.info("%s: %d tensors of a prediction layer are left out", pattern, count)
+            what = "the vision model" if "visual" in pattern else "a prediction layer"
+            log.info("%s: %d tensors of %s are left out", pattern, count, what)
     # A tied head that a checkpoint stores all the same is the embedding again.
     if owner == "drafter":
         ignored = speculators.ignored_tensors(checkpoint)
     else:
         ignored = ["lm_head.weight"] if description.target.tie_word_embeddings else []
-    checkpoint.check_coverage(modules, [*left_out, *ignored])
+    checkpoint.check_coverage(modules, [*unused, *ignored])
 
 
 def _check_biases(description: EngineDescription, owner: Owner) -> None:
@@ -378,10 +380,17 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
             "max_batch_size": options.max_batch_size,
             "max_num_rows": options.max_num_rows,
             "max_seq_len": description.max_seq_len,
+            "request_state_bytes": request_state_bytes(description.networks.values()),
         },
         "mapping": {"world_size": options.tp, "tp_size": options.tp},
         "speculative_config": _speculative_config(description),
     }
+
+
+def request_state_bytes(networks: Iterable[Network]) -> int:
+    """Recurrent state and convolution windows that a request keeps, whatever its length."""
+    states = {s.name: s for n in networks for s in n.states.values() if s.kind != "kv"}
+    return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values())
 
 
 def _speculative_config(description: EngineDescription) -> dict[str, Any] | None:

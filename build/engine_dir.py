@@ -25,7 +25,7 @@ from trtree.build.resumable import ResumableFile, remove_journals, staging_direc
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "config.json"
 NETWORKS = "network.json"
 PLAN = "plan.json"

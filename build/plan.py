@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trtree.build.builder import EngineDescription
+from trtree.build.builder import EngineDescription, request_state_bytes
 from trtree.build.hardware import Hardware
 from trtree.build.lowering.tensorrt.backend import encoding
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
-from trtree.build.network.network import State
+from trtree.build.network.network import ITEM_BYTES, Network, State
 from trtree.build.text_files import size_text
 
 
@@ -15,7 +15,21 @@ def kv_bytes_per_token(description: EngineDescription) -> int:
     """KV of all layers, target and drafter, on one rank, in bytes per token."""
     networks = description.rank(0).networks
     states = {s.name: s for n in networks.values() for s in n.states.values()}
-    return sum(_state_bytes(state) for state in states.values())
+    return sum(_state_bytes(state) for state in states.values() if state.kind == "kv")
+
+
+def step_state_bytes_per_row(network: Network) -> int:
+    """What a step keeps of each of its rows until commit, for state that branches: a
+    convolution's input, a recurrence's key, update and decay."""
+    total = 0
+    for op in network.ops:
+        shapes = [network.tensors[name].shape for name in op.inputs]
+        if op.kind == "causal_conv":
+            total += int(shapes[0][1])
+        elif op.kind == "gated_delta_net":
+            _, k, v = shapes[:3]
+            total += int(k[1]) * int(k[2]) + int(v[1]) * int(v[2]) + int(v[1])
+    return 4 * total
 
 
 def memory_plan(
@@ -27,6 +41,7 @@ def memory_plan(
         (f"{owner} weights", description.weight_bytes(owner)) for owner in description.owners()
     ]
     sizes += _tensorrt_memory(description) if options.on_tensorrt else [_paged_kv(description)]
+    sizes += _branch_state(description)
     total = sum(size for _, size in sizes)
     rows = [(name, size_text(size)) for name, size in sizes]
     rows.append(("total", size_text(total)))
@@ -71,6 +86,20 @@ def _paged_kv(description: EngineDescription) -> tuple[str, int]:
     return name, tokens * kv_bytes_per_token(description)
 
 
+def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
+    """State of requests that does not grow with their tokens, and what a step adds to it."""
+    options = description.options
+    per_request = request_state_bytes(description.networks.values())
+    if not per_request:
+        return []
+    per_row = step_state_bytes_per_row(description.networks["target"])
+    requests, rows = options.max_batch_size, options.max_num_rows
+    return [
+        (f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request),
+        (f"kept of a step, {rows} rows x {size_text(per_row)}", rows * per_row),
+    ]
+
+
 def _tensorrt_memory(description: EngineDescription) -> list[tuple[str, int]]:
     """Networks run one after another and share their workspace."""
     sizes, how = description.engine_sizes, encoding(description.options, 0)
@@ -111,5 +140,4 @@ def _expert_reads(description: EngineDescription) -> list[tuple[str, str]]:
 
 
 def _state_bytes(state: State) -> int:
-    element = {"float32": 4, "bfloat16": 2, "int32": 4}[state.dtype]
-    return 2 * state.heads * state.head_dim * element
+    return 2 * state.heads * state.head_dim * ITEM_BYTES[state.dtype]

@@ -10,6 +10,7 @@ from trtree.build.checkpoint import (
     CheckpointError,
     QuantizationConfig,
     QuantizedCheckpoint,
+    text_part,
 )
 from trtree.build.checkpoint.json_file import read_json
 from trtree.build.checkpoint.quantization import read_quantization
@@ -89,6 +90,8 @@ class CheckpointSource:
         info = checkpoint.info(name) if name == module else checkpoint.weight_info(module)
         if len(info.shape) == 1:
             return WeightInfo("dense", tuple(info.shape), _name(info.dtype))
+        if len(info.shape) == 3 and info.shape[1] == 1:  # depthwise: a vector, channel by channel
+            return WeightInfo("dense", (info.shape[0] * info.shape[2],), _name(info.dtype))
         linear = checkpoint.linear_info(module)
         shape = (linear.out_features, linear.in_features)
         if linear.kind == "dense" or checkpoint.quantization is None:
@@ -121,9 +124,14 @@ class ConfigSource:
         directories: dict[Owner, Path] = {"target": options.checkpoint}
         if options.drafter is not None:
             directories["drafter"] = options.drafter
-        configs = {owner: read_json(path / "config.json") for owner, path in directories.items()}
+        files = {owner: path / "config.json" for owner, path in directories.items()}
+        configs = {
+            owner: text_part.text_config(read_json(file), str(file))
+            for owner, file in files.items()
+        }
         quantizations = {
-            owner: read_quantization(path, configs[owner]) for owner, path in directories.items()
+            owner: text_part.quantization(read_quantization(path, configs[owner]))
+            for owner, path in directories.items()
         }
         asked = {"target": options.quantize, "drafter": options.quantize_drafter}
         for owner, path in directories.items():

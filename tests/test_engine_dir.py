@@ -34,7 +34,7 @@ def engine(demo_engine: Callable[..., Path], tmp_path: Path) -> Path:
 def test_an_engine_of_another_format_version_is_refused(engine: Path) -> None:
     manifest = json.loads((engine / "config.json").read_text())
     (engine / "config.json").write_text(json.dumps(manifest | {"format_version": 99}))
-    with pytest.raises(EngineDirError, match="format version 99, this trtree reads 1"):
+    with pytest.raises(EngineDirError, match="format version 99, this trtree reads 2"):
         EngineDir.open(engine)
 
 

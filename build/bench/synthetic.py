@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from trtree.build.checkpoint import text_part
 from trtree.build.checkpoint.json_file import read_json
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.scheme import QuantizationConfig
@@ -72,8 +73,9 @@ def checkpoint_bytes(model: Path, *, layers: int | None = None, plain: bool = Fa
 def _read(
     model: Path, layers: int | None, plain: bool
 ) -> tuple[dict[str, Any], QuantizationConfig | None]:
-    config = read_json(model / "config.json")
-    quantization = read_quantization(model, config)
+    file = model / "config.json"
+    config = text_part.text_config(read_json(file), str(file))
+    quantization = text_part.quantization(read_quantization(model, config))
     if plain:
         quantization = None
         config.pop("quantization_config", None)
@@ -124,7 +126,7 @@ def _module(
     module: str, size: int, weight: Weight, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if len(weight.shape) == 1:
-        yield tensor_name(module), torch.ones(size, dtype=torch.bfloat16)
+        yield tensor_name(module), torch.full((size,), 1 - weight.offset, dtype=torch.bfloat16)
         return
     if weight.has_bias:
         yield f"{module}.bias", torch.zeros(size, dtype=torch.bfloat16)

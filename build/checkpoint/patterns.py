@@ -26,9 +26,29 @@ def matcher(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(alternatives) or r"(?!)")
 
 
+# By architecture, tensors that are no part of the text model's forward pass: vision, and
+# multi-token prediction layers that are no decoder layers by their names.
+_LEFT_OUT = {
+    "Qwen3NextForCausalLM": ["mtp.*"],
+    "Qwen3_5ForCausalLM": ["mtp.*"],
+    "Qwen3_5ForConditionalGeneration": ["mtp.*", "model.visual.*"],
+    "Qwen3_5MoeForCausalLM": ["mtp.*"],
+    "Qwen3_5MoeForConditionalGeneration": ["mtp.*", "model.visual.*"],
+}
+
+
+def left_out(config: Mapping[str, Any]) -> list[str]:
+    """Patterns of tensors that are no part of the network, and known not to be: vision, and
+    multi-token prediction layers, which draft for another kind of speculation."""
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    patterns = _LEFT_OUT.get(name, []) if isinstance(name, str) else []
+    return [*patterns, *prediction_layers(config)]
+
+
 def prediction_layers(config: Mapping[str, Any]) -> list[str]:
     """Patterns of the multi-token prediction layers that config.json counts: they follow the
-    last decoder layer, draft for another kind of speculation, and are left out."""
+    last decoder layer."""
     layers, extra = (config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     if not isinstance(layers, int) or not isinstance(extra, int):
         return []

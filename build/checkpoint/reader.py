@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from trtree.build.checkpoint import fused_experts, headers, linear
+from trtree.build.checkpoint import fused_experts, headers, linear, text_part
 from trtree.build.checkpoint.errors import CheckpointError
 from trtree.build.checkpoint.headers import LinearInfo
 from trtree.build.checkpoint.json_file import read_json
 from trtree.build.checkpoint.linear import LinearWeight
-from trtree.build.checkpoint.patterns import matcher, prediction_layers
+from trtree.build.checkpoint.patterns import left_out, matcher
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.scheme import QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo, map_tensor, read_header
@@ -56,11 +56,12 @@ class Checkpoint:
                 the quantization is not supported or contradicts the tensors.
         """
         _check_directory(directory)
-        config = read_json(directory / "config.json")
-        quantization = read_quantization(directory, config)
-        tensors = fused_experts.split(read_headers(directory), config)
-        left_out = matcher(prediction_layers(config))
-        used = {name: info for name, info in tensors.items() if not left_out.fullmatch(name)}
+        file = directory / "config.json"
+        config = text_part.text_config(read_json(file), str(file))
+        quantization = text_part.quantization(read_quantization(directory, config))
+        tensors = fused_experts.split(text_part.tensors(read_headers(directory)), config)
+        ignored = matcher(left_out(config))
+        used = {name: info for name, info in tensors.items() if not ignored.fullmatch(name)}
         headers.check_quantized_modules(used, quantization)
         return cls(directory, config, quantization, tensors)
 

@@ -16,14 +16,13 @@ import torch
 
 from trtree.build.engine_dir import EngineDirWriter, plan_file, weights_file
 from trtree.build.lowering.shard import TILE, WHOLE, Shard, segment_bounds
-from trtree.build.lowering.weights import View, WeightPlan, WeightReader
+from trtree.build.lowering.weights import View, WeightPlan, WeightReader, read_vector
 from trtree.build.network.network import (
     Network,
     NetworkError,
     Op,
     Owner,
     Weight,
-    tensor_name,
 )
 from trtree.build.resumable import ResumableFile
 from trtree.plugins.dense_linear import cpu as dense_cpu
@@ -32,8 +31,6 @@ from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
 
 SUFFIX = "bin"
 ALIGNMENT = 64
-# Ops whose result is part of, or the same memory as, their input.
-_VIEWS = ("split", "reshape")
 
 
 def write_files(
@@ -122,7 +119,7 @@ def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader)
         "bias_offset": -1,
     }
     if len(weight.shape) == 1:
-        values = checkpoint.tensor(tensor_name(weight.modules[0])).float()
+        values = read_vector(weight, checkpoint).float()
         return entry | {"kind": "vector"} | _append(file, values.numpy())
     if weight.experts:
         return entry | _write_experts(file, weight, checkpoint)
@@ -220,8 +217,10 @@ class _Plan:
         self.states.setdefault(
             name,
             {
+                "kind": state.kind,
                 "heads": state.heads,
                 "head_dim": state.head_dim,
+                "value_dim": state.value_dim,
                 "drafter": network.name != "target",
             },
         )
@@ -280,7 +279,7 @@ class _Place:
 
 def _lower(network: Network, plan: _Plan) -> dict[str, Any]:
     places = _places(network)
-    kept = [op for op in network.ops if op.kind not in _VIEWS]
+    kept = [op for op in network.ops if not _is_view(network, op)]
     buffers, assigned = _assign_buffers(network, kept, places)
     names = list(places)
     ops = [_lower_op(network, op, plan, names) for op in kept]
@@ -306,6 +305,15 @@ def _lower(network: Network, plan: _Plan) -> dict[str, Any]:
     }
 
 
+def _is_view(network: Network, op: Op) -> bool:
+    """Whether an op's results are parts of, or the same memory as, its input.
+
+    Parts of every head are copied: a plan's tensor is one run of columns.
+    """
+    in_heads = len(network.tensors[op.inputs[0]].shape) == 3
+    return op.kind == "reshape" or (op.kind == "split" and not in_heads)
+
+
 def _places(network: Network) -> dict[str, _Place]:
     """Where each float tensor lies; integer tensors are not in buffers."""
     places: dict[str, _Place] = {}
@@ -314,7 +322,7 @@ def _places(network: Network) -> dict[str, _Place]:
             width = _width(network, name)
             places[name] = _Place(name, 0, width, width)
     for op in network.ops:
-        if op.kind in _VIEWS:
+        if _is_view(network, op):
             outer, column = places[op.inputs[0]], 0
             for name in op.outputs:
                 width = _width(network, name)
@@ -373,7 +381,7 @@ def _assign_buffers(
 
 def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[str, Any]:
     lowered: dict[str, Any] = {
-        "kind": op.kind,
+        "kind": "split_heads" if op.kind == "split" else op.kind,
         "name": op.name,
         "inputs": [names.index(name) for name in op.inputs if name in names],
         "outputs": [names.index(name) for name in op.outputs if name in names],
@@ -402,6 +410,8 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
         lowered["routing"] = plan.routing(op)
     elif op.kind == "experts_up":
         lowered["heads"] = op.attrs["slots"]
+    elif op.kind == "gated_delta_net":
+        lowered["heads"] = int(network.tensors[op.inputs[1]].shape[1])  # the keys'
     elif op.kind == "rotary_embedding":
         lowered["rope"] = plan.rope(network, op)
     elif op.kind == "tree_attention":

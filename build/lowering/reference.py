@@ -6,11 +6,14 @@ clear number to come close to.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from trtree.build.network.network import Network, NetworkError, Op
+from trtree.plugins.branch_state import StateSegment
+from trtree.plugins.causal_conv.reference import causal_conv
+from trtree.plugins.gated_delta_net.reference import gated_delta_net
 from trtree.plugins.moe import reference as moe
 from trtree.plugins.moe.contract import Routing
 from trtree.plugins.tree_attention import reference as attention
@@ -23,10 +26,17 @@ LinearImpl = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class StepContext:
-    """What ops with state see of the current step."""
+    """What ops with state see of the current step.
 
-    caches: Mapping[str, PagedKv]  # by state name
+    caches: KV by state name. committed: state that branches by name, [slots, ...]; the
+    step's rows leave theirs, [rows, ...], in ``row_states``.
+    """
+
+    caches: Mapping[str, PagedKv]
     segments: Sequence[AttentionSegment]
+    committed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    branches: Sequence[StateSegment] = ()
+    row_states: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class ReferenceNetwork:
@@ -180,6 +190,26 @@ def _tree_attention(net: ReferenceNetwork, op: Op, x: Operands, step: StepContex
     ]
 
 
+def _causal_conv(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    name = str(op.state)
+    weight = net.dense(op).reshape(-1, op.attrs["kernel"])
+    y, step.row_states[name] = causal_conv(x[0], weight, step.committed[name], step.branches)
+    return [y]
+
+
+def _gated_delta_net(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    name = str(op.state)
+    q, k, v, a, b, _ = x
+    y, step.row_states[name] = gated_delta_net(
+        q, k, v, a, b, net.dense(op), step.committed[name], step.branches
+    )
+    return [y]
+
+
+def _sigmoid_mul(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [net.round(x[0].double() * x[1].double().sigmoid())]
+
+
 def _scale(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
     return [net.round(x[0].double() * net.dense(op).double())]
 
@@ -237,10 +267,12 @@ def _refuse_nan(op: Op, logits: torch.Tensor) -> None:
 _OPS: dict[str, OpFunction] = {
     "add": _add,
     "argmax": _argmax,
+    "causal_conv": _causal_conv,
     "concat": _concat,
     "embedding": _embedding,
     "experts_down": _experts_down,
     "experts_up": _experts_up,
+    "gated_delta_net": _gated_delta_net,
     "gather_rows": _gather_rows,
     "kv_append": _kv_append,
     "linear": _linear,
@@ -249,6 +281,7 @@ _OPS: dict[str, OpFunction] = {
     "rotary_embedding": _rotary_embedding,
     "route": _route,
     "scale": _scale,
+    "sigmoid_mul": _sigmoid_mul,
     "silu_mul": _silu_mul,
     "split": _split,
     "top_k_log_probs": _top_k_log_probs,

@@ -16,8 +16,14 @@ from safetensors import safe_open
 from trtree.build.engine_dir import EngineDirWriter, weights_file
 from trtree.build.lowering.reference import LinearImpl, ReferenceNetwork
 from trtree.build.lowering.shard import WHOLE, Shard
-from trtree.build.lowering.weights import View, WeightPlan, WeightReader, plan_weights
-from trtree.build.network.network import Network, NetworkError, Owner, Weight, tensor_name
+from trtree.build.lowering.weights import (
+    View,
+    WeightPlan,
+    WeightReader,
+    plan_weights,
+    read_vector,
+)
+from trtree.build.network.network import Network, NetworkError, Owner, Weight
 from trtree.build.tensor_file import TensorFileWriter, TensorSpec
 from trtree.plugins.dense_linear.reference import PreparedDense
 from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
@@ -120,8 +126,7 @@ def _specs(weight: Weight) -> dict[str, TensorSpec]:
 def read_weight(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
     """What is stored of one weight, by the name it is stored under."""
     if len(weight.shape) == 1:
-        tensor = checkpoint.tensor(tensor_name(weight.modules[0]))
-        return {f"{weight.name}.weight": tensor.to(getattr(torch, weight.dtype))}
+        return {f"{weight.name}.weight": read_vector(weight, checkpoint)}
     if weight.experts:
         parts = _read_experts(weight, checkpoint)
     else:

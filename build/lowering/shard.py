@@ -352,7 +352,7 @@ def _indexed(scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 # Ops that run on a rank's own heads or features as they do on all of them.
 _ON_PARTS = frozenset(
     {"experts_down", "kv_append", "linear", "reshape", "rms_norm", "rotary_embedding"}
-    | {"scale", "silu_mul", "split", "tree_attention"}
+    | {"scale", "sigmoid_mul", "silu_mul", "split", "tree_attention"}
 )
 
 
@@ -364,7 +364,12 @@ class _NetworkShard:
         self._whole = network = facts.network
         self._shard = shard
         self._divided: set[str] = set()
-        self._splits = {op.inputs[0]: op.outputs for op in network.ops if op.kind == "split"}
+        # Parts of features; parts of every head leave the heads as they are.
+        self._splits = {
+            op.inputs[0]: op.outputs
+            for op in network.ops
+            if op.kind == "split" and len(network.tensors[op.inputs[0]].shape) == 2
+        }
         self.network = replace(network, tensors={}, ops=[], weights={}, states={})
         for name in network.inputs:
             self.network.tensors[name] = network.tensors[name]
@@ -395,7 +400,7 @@ class _NetworkShard:
         on_part = use == "column" or (any(divided) and use != "row")
         if on_part and op.kind == "rms_norm" and len(self._shape(op.inputs[0])) != 3:
             raise NetworkError(f"{op.name}: a norm over features that are divided among ranks")
-        if on_part and op.kind == "split":
+        if on_part and op.kind == "split" and op.inputs[0] in self._splits:
             attrs["sizes"] = [self._features(name) for name in op.outputs]
         self._state(op, any(divided))
         for name in op.outputs:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from trtree.build.checkpoint import LinearWeight
-from trtree.build.network.network import Network, Owner, Weight
+from trtree.build.network.network import Network, Owner, Weight, tensor_name
 
 
 class WeightReader(Protocol):
@@ -33,6 +33,17 @@ class WeightPlan(NamedTuple):
 
     stored: dict[str, Weight]
     views: dict[str, View]
+
+
+def read_vector(weight: Weight, checkpoint: WeightReader) -> torch.Tensor:
+    """A vector, or several after one another, in its stored dtype and with its offset.
+
+    A depthwise convolution's [channels, 1, kernel] is read as one, channel by channel.
+    """
+    dtype: torch.dtype = getattr(torch, weight.dtype)
+    parts = [checkpoint.tensor(tensor_name(module)).reshape(-1) for module in weight.modules]
+    vector = torch.cat([part.to(dtype) for part in parts])
+    return vector + weight.offset if weight.offset else vector
 
 
 def plan_weights(networks: Iterable[Network]) -> WeightPlan:

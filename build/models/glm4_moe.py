@@ -2,7 +2,7 @@
 experts behind a sigmoid router with group-limited choice, plus a shared expert.
 
 The multi-token prediction layer that follows the last decoder layer in a checkpoint is left
-out (``checkpoint.patterns.prediction_layers``).
+out (``checkpoint.patterns.left_out``).
 """
 
 from collections.abc import Mapping, Sequence

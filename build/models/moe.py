@@ -36,9 +36,12 @@ def sparse_mlp(
     *,
     correction_bias: bool = False,
     shared_intermediate: int = 0,
+    gated_shared: bool = False,
 ) -> Tensor:
     """h [rows, hidden] -> the weighted sum of each row's experts, plus the shared one's.
 
+    ``gated_shared``: the shared expert has a sigmoid gate of its own, and goes by the
+    singular in checkpoints.
     The router's logits stay in float32: rounded to bf16 they would tie.
     """
     with g.scope("mlp"):
@@ -52,5 +55,9 @@ def sparse_mlp(
         routed = g.experts_down(down, activated, weights, hidden)
         if not shared_intermediate:
             return routed
-        shared = gated_mlp(g, h, shared_intermediate, hidden, scope="shared_experts")
+        scope = "shared_expert" if gated_shared else "shared_experts"
+        shared = gated_mlp(g, h, shared_intermediate, hidden, scope=scope)
+        if gated_shared:
+            gate = g.linear("shared_expert_gate", h, 1)
+            shared = g.sigmoid_mul("gated_shared", shared, gate)
         return g.add("with_shared", routed, shared)

@@ -5,7 +5,7 @@ Other families are this one with another MLP, or without the norms.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from trtree.build.models.config import ConfigReader
 from trtree.build.network.graph import Graph, Rows
@@ -31,6 +31,8 @@ class Qwen3Config:
     max_position_embeddings: int
     windows: tuple[int | None, ...]  # per layer: sliding window in tokens, or None
     rope: RopeTable
+    # Added to norms' weights, which some families store around zero.
+    norm_offset: ClassVar[float] = 0.0
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
@@ -48,9 +50,17 @@ class Qwen3Config:
 
 
 def decoder_fields(
-    config: Mapping[str, Any], *, partial_rotary: float | None = None
+    config: Mapping[str, Any],
+    *,
+    partial_rotary: float | None = None,
+    windows: tuple[int | None, ...] | None = None,
+    intermediate_size: int | None = None,
 ) -> dict[str, Any]:
-    """The fields of Qwen3Config; ``partial_rotary``: see ``rope_table``."""
+    """The fields of Qwen3Config.
+
+    partial_rotary: see ``rope_table``. windows: of families whose ``layer_types`` say more.
+    intermediate_size: of families that may lack it.
+    """
     read = ConfigReader(config)
     read.require("hidden_act", "silu")
     read.flag("attention_bias", False)
@@ -60,7 +70,7 @@ def decoder_fields(
     return {
         "vocab_size": read.positive("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": read.positive("intermediate_size"),
+        "intermediate_size": read.positive("intermediate_size", intermediate_size),
         "num_hidden_layers": read.positive("num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": read.positive("num_key_value_heads", heads),
@@ -69,13 +79,15 @@ def decoder_fields(
         "qk_norm_eps": read.number("qk_norm_eps", config.get("rms_norm_eps")),
         "tie_word_embeddings": read.flag("tie_word_embeddings", False),
         "max_position_embeddings": read.positive("max_position_embeddings"),
-        "windows": read.attention_windows(),
+        "windows": read.attention_windows() if windows is None else windows,
         "rope": rope_table("rope", config, head_dim, partial=partial_rotary),
     }
 
 
 # A layer's MLP inside its scope: graph, normed hidden states [rows, hidden], layer index.
 Mlp = Callable[[Graph, Tensor, int], Tensor]
+# Likewise what stands in attention's place, which sees the rows too.
+Mixer = Callable[[Graph, Tensor, Rows, int], Tensor]
 
 
 def build(g: Graph, cfg: Qwen3Config, captured_layers: Sequence[int]) -> None:
@@ -87,24 +99,32 @@ def build(g: Graph, cfg: Qwen3Config, captured_layers: Sequence[int]) -> None:
     build_decoder(g, cfg, captured_layers, mlp)
 
 
-def build_decoder(g: Graph, cfg: Qwen3Config, captured_layers: Sequence[int], mlp: Mlp) -> None:
-    """The target with any MLP."""
+def build_decoder(
+    g: Graph,
+    cfg: Qwen3Config,
+    captured_layers: Sequence[int],
+    mlp: Mlp,
+    mixer: Mixer | None = None,
+) -> None:
+    """The target with any MLP, and with attention or what a family has beside it."""
     rows = g.rows()
+    mix = mixer or (lambda g, h, rows, i: attention(g, h, rows, cfg, cfg.windows[i]))
+    eps, offset = cfg.rms_norm_eps, cfg.norm_offset
     x = g.embedding(
         "model.embed_tokens", rows.token_ids, vocab=cfg.vocab_size, hidden=cfg.hidden_size
     )
     captures = {}
     for i in range(cfg.num_hidden_layers):
         with g.scope(f"model.layers.{i}"):
-            h = g.rms_norm("input_layernorm", x, cfg.rms_norm_eps)
-            x = g.add("attention_residual", x, attention(g, h, rows, cfg, cfg.windows[i]))
-            h = g.rms_norm("post_attention_layernorm", x, cfg.rms_norm_eps)
+            h = g.rms_norm("input_layernorm", x, eps, offset=offset)
+            x = g.add("attention_residual", x, mix(g, h, rows, i))
+            h = g.rms_norm("post_attention_layernorm", x, eps, offset=offset)
             x = g.add("mlp_residual", x, mlp(g, h, i))
         captures[i] = x
     if captured_layers:
         g.output("captured", g.concat("captured", [captures[i] for i in captured_layers]))
     h = g.gather_rows("output_hidden", x, rows.output_rows)
-    h = g.rms_norm("model.norm", h, cfg.rms_norm_eps)
+    h = g.rms_norm("model.norm", h, eps, offset=offset)
     logits = g.linear(cfg.head_module, h, cfg.vocab_size, name="lm_head", parallel="column")
     g.output("logits", logits)
     g.output("argmax", g.argmax("argmax", logits))
@@ -140,11 +160,12 @@ def attention(
 def rotated_heads(
     g: Graph, which: str, x: Tensor, positions: Tensor, heads: int, cfg: Qwen3Config
 ) -> Tensor:
-    """q or k [rows, heads * head_dim] -> normed per head (where the model does) and rotated
-    [rows, heads, head_dim]."""
-    x = g.split_heads(f"{which}_heads", x, heads)
+    """q or k [rows, heads * head_dim] (or in heads already) -> normed per head (where the
+    model does) and rotated [rows, heads, head_dim]."""
+    if len(x.shape) == 2:
+        x = g.split_heads(f"{which}_heads", x, heads)
     if cfg.qk_norm_eps is not None:
-        x = g.rms_norm(f"{which}_norm", x, cfg.qk_norm_eps)
+        x = g.rms_norm(f"{which}_norm", x, cfg.qk_norm_eps, offset=cfg.norm_offset)
     return g.rotary_embedding(f"{which}_rotated", x, positions, cfg.rope)
 
 

@@ -7,8 +7,8 @@ so that they read as in the checkpoint.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from trtree.build.network.network import (
     Dim,
@@ -32,10 +32,12 @@ OP_KINDS = frozenset(
     {
         "add",
         "argmax",
+        "causal_conv",
         "concat",
         "embedding",
         "experts_down",
         "experts_up",
+        "gated_delta_net",
         "gather_rows",
         "kv_append",
         "linear",
@@ -44,6 +46,7 @@ OP_KINDS = frozenset(
         "rotary_embedding",
         "route",
         "scale",
+        "sigmoid_mul",
         "silu_mul",
         "split",
         "top_k_log_probs",
@@ -176,10 +179,11 @@ class Graph:
             )
         )
 
-    def rms_norm(self, module: str, x: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis, whatever the others are."""
+    def rms_norm(self, module: str, x: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis, whatever the
+        others are."""
         features = _static(x.shape[-1], f"{module}: features")
-        weight = self._weight([module], [features])
+        weight = self._weight([module], [features], offset=offset)
         return self._op("rms_norm", module, [x], [x.shape], weights=[weight], attrs={"eps": eps})[0]
 
     # Experts
@@ -294,6 +298,49 @@ class Graph:
             attrs={"scale": state.head_dim**-0.5, "window": window},
         )[0]
 
+    # State that branches
+
+    def parents(self) -> Tensor:
+        """int32 [rows]: the row of its segment that each continues, -1 the committed state."""
+        if "parents" not in self.network.inputs:
+            self.input("parents", ("rows",), "int32")
+        return self.network.tensors["parents"]
+
+    def causal_conv(self, module: str, x: Tensor, kernel: int) -> Tensor:
+        """x [rows, channels] -> silu of each channel's convolution over a row and its last
+        kernel - 1 ancestors; see ``plugins/causal_conv/README.md``."""
+        channels = _static(x.shape[-1], f"{module}: channels")
+        weight = self._weight([module], [channels * kernel], dtype="float32")
+        state = self._state("conv", "conv", (kernel - 1, channels))
+        attrs = {"kernel": kernel}
+        inputs = [x, self.parents()]
+        return self._op(
+            "causal_conv", module, inputs, [x.shape], weights=[weight], state=state, attrs=attrs
+        )[0]
+
+    def gated_delta_net(
+        self, name: str, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
+    ) -> Tensor:
+        """q, k [rows, key heads, key_dim], v [rows, value heads, value_dim], a and b [rows,
+        value heads] -> v's shape; parameters ``A_log`` and ``dt_bias`` at the current scope.
+        See ``plugins/gated_delta_net/README.md``.
+        """
+        (_, heads, value_dim), (_, key_heads, key_dim) = v.shape, k.shape
+        heads, key_heads = _static(heads, name), _static(key_heads, name)
+        fits = q.shape == k.shape and a.shape == b.shape == v.shape[:2] and heads % key_heads == 0
+        if not fits:
+            raise NetworkError(
+                f"{self._path(name)}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, "
+                f"a {list(a.shape)}, b {list(b.shape)}"
+            )
+        weight = self._weight(["A_log", "dt_bias"], [heads, heads], dtype="float32")
+        sizes = (heads, _static(key_dim, name), _static(value_dim, name))
+        state = self._state("recurrent", "recurrent", sizes)
+        inputs = [q, k, v, a, b, self.parents()]
+        return self._op("gated_delta_net", name, inputs, [v.shape], weights=[weight], state=state)[
+            0
+        ]
+
     # Ops without weights
 
     def add(self, name: str, a: Tensor, b: Tensor) -> Tensor:
@@ -306,6 +353,19 @@ class Graph:
         self._same_shape(name, gate, up)
         return self._op("silu_mul", name, [gate, up], [gate.shape])[0]
 
+    def sigmoid_mul(self, name: str, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate); gate is of x's shape, or has one number per row."""
+        if gate.shape != (*x.shape[:-1], 1):
+            self._same_shape(name, x, gate)
+        return self._op("sigmoid_mul", name, [x, gate], [x.shape])[0]
+
+    def split(self, name: str, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Parts of the last axis."""
+        if sum(sizes) != x.shape[-1]:
+            raise NetworkError(f"{self._path(name)}: {list(sizes)} of {list(x.shape)}")
+        shapes = [(*x.shape[:-1], size) for size in sizes]
+        return self._op("split", name, [x], shapes, attrs={"sizes": list(sizes)})
+
     def split_heads(self, name: str, x: Tensor, heads: int) -> Tensor:
         """[rows, heads * head_dim] -> [rows, heads, head_dim]."""
         features = _static(x.shape[-1], f"{name}: features")
@@ -317,6 +377,11 @@ class Graph:
         """[rows, heads, head_dim] -> [rows, heads * head_dim]."""
         features = _static(x.shape[1], name) * _static(x.shape[2], name)
         return self._reshape(name, x, (x.shape[0], features))
+
+    def regroup(self, name: str, x: Tensor, heads: int) -> Tensor:
+        """[rows, h, d] -> [rows, heads, h * d / heads]: the same numbers, other heads."""
+        features = _static(x.shape[1], name) * _static(x.shape[2], name)
+        return self._reshape(name, x, (x.shape[0], heads, features // heads))
 
     def concat(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Concatenate along the last axis."""
@@ -391,6 +456,14 @@ class Graph:
         name = f"{module}.pre_quant_scale"
         return self._op("scale", name, [x], [x.shape], weights=[weight], attrs=attrs)[0]
 
+    def _state(
+        self, name: str, kind: Literal["conv", "recurrent"], shape: tuple[int, ...]
+    ) -> State:
+        """State of one request at the current scope; a recurrence's is float32."""
+        dtype = "float32" if kind == "recurrent" else self.network.dtype
+        state = State(self._path(name), kind, shape[0], shape[1], dtype, *shape[2:])
+        return self.network.states.setdefault(state.name, state)
+
     def _reshape(self, name: str, x: Tensor, shape: tuple[Dim, ...]) -> Tensor:
         return self._op("reshape", name, [x], [shape], dtypes=[x.dtype])[0]
 
@@ -407,9 +480,13 @@ class Graph:
         sizes: Sequence[int],
         in_features: int | None = None,
         owner: Owner | None = None,
+        *,
+        offset: float = 0.0,
+        dtype: DType | None = None,
     ) -> Weight:
         """The weight of ``modules``, fused along their first axes ``sizes``; a vector
-        without in_features. The same modules give the same weight.
+        without in_features. The same modules give the same weight. ``dtype`` is a vector's
+        as stored, where it is not the checkpoint's; one with an ``offset`` is float32.
 
         Raises:
             NetworkError: the source holds other shapes.
@@ -418,7 +495,9 @@ class Graph:
         paths = tuple(self._path(module) for module in modules)
         infos = self._checked_infos(modules, sizes, in_features, owner)
         shape = _weight_shape(sum(sizes), in_features)
-        return self._add_weight("+".join(paths), paths, shape, sizes, infos[0], owner)
+        stored = "float32" if offset else dtype
+        info = replace(infos[0], dtype=stored) if stored else infos[0]
+        return self._add_weight("+".join(paths), paths, shape, sizes, info, owner, offset)
 
     def _stack(
         self, modules: Sequence[str], sizes: Sequence[int], in_features: int, weights: Tensor
@@ -458,6 +537,7 @@ class Graph:
         sizes: Sequence[int],
         info: WeightInfo,
         owner: Owner,
+        offset: float = 0.0,
     ) -> Weight:
         weight = Weight(
             name=f"{owner}:{name}",
@@ -469,6 +549,7 @@ class Graph:
             has_bias=info.has_bias,
             activations=info.activations,
             owner=owner,
+            offset=offset,
         )
         return self.network.weights.setdefault(weight.name, weight)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 Dim = int | str  # a size, or the name of one that varies from step to step
 DType = Literal["float32", "bfloat16", "int32"]
+ITEM_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "int32": 4}
 # What NVFP4 linears round their inputs to: E2M1 blocks of 16, bf16, or nothing.
 Activations = Literal["nvfp4", "bf16", "float32"]
 WeightKind = Literal["dense", "nvfp4"]
@@ -39,7 +40,8 @@ class Weight:
     out_sizes is each module's part of out_features; dtype is that of the stored
     elements ("bfloat16", "float16", "float32", "nvfp4"). ``activations`` is what an
     NVFP4 linear rounds its input to; None for dense weights. ``owner`` says which
-    checkpoint: a drafter borrows the target's embedding and head.
+    checkpoint: a drafter borrows the target's embedding and head. ``offset`` is added to
+    a vector as it is read: some norms are stored around zero.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Weight:
     has_bias: bool
     activations: Activations | None
     owner: Owner
+    offset: float = 0.0
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +72,7 @@ class Weight:
 
 
 # Parameters that are tensors by themselves, not the ``weight`` of a module.
-_PARAMETERS = ("e_score_correction_bias", "pre_quant_scale")
+_PARAMETERS = ("A_log", "dt_bias", "e_score_correction_bias", "pre_quant_scale")
 
 
 def tensor_name(module: str) -> str:
@@ -83,13 +86,24 @@ class State:
 
     "kv": keys and values [heads, head_dim] per token. Commit gathers the accepted
     rows' slots to the front of the step's slots.
+    "conv": a convolution's window [heads (tokens), head_dim (channels)] per request.
+    "recurrent": [heads, head_dim, value_dim] per request. Of these two every row of a
+    step has its own, continued from its parent's; commit keeps the last accepted row's
+    (``plugins/branch_state.py``).
     """
 
     name: str
-    kind: Literal["kv"]
+    kind: Literal["kv", "conv", "recurrent"]
     heads: int
     head_dim: int
     dtype: DType
+    value_dim: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one token's keys or values, or of one request's state."""
+        parts = (self.heads, self.head_dim, self.value_dim)
+        return parts if self.kind == "recurrent" else parts[:2]
 
 
 @dataclass(frozen=True)

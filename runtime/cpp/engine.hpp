@@ -29,6 +29,8 @@ struct Capabilities {
   int32_t vocab_size = 0;
   // Whether sibling branches leave each other's recurrent state alone.
   TreeState tree_state = TreeState::kExact;
+  // Slots hold state beside KV that only running the tokens makes: no prefix to reuse.
+  bool recurrent_state = false;
 };
 
 // Results for RowBatch::output_rows, in that order.

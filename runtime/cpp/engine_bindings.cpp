@@ -68,7 +68,8 @@ void bind_engine(nb::module_& m) {
       .def_rw("block_size", &Capabilities::block_size)
       .def_rw("max_top_k", &Capabilities::max_top_k)
       .def_rw("vocab_size", &Capabilities::vocab_size)
-      .def_rw("tree_state", &Capabilities::tree_state);
+      .def_rw("tree_state", &Capabilities::tree_state)
+      .def_rw("recurrent_state", &Capabilities::recurrent_state);
 
   nb::class_<Sequence> sequence(m, "Sequence", "Where one request lives in an engine.");
   sequence

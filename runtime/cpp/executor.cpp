@@ -39,12 +39,15 @@ Executor::Executor(Engine& engine, ExecutorConfig config)
     : engine_(engine),
       capabilities_((check_capabilities(engine.capabilities()), engine.capabilities())),
       config_(std::move(config)),
-      pages_(paged() ? capabilities_.num_pages : 0, paged() ? capabilities_.page_size : 1,
-             paged() && config_.kv_cache_config.enable_block_reuse) {
+      pages_(
+          paged() ? capabilities_.num_pages : 0, paged() ? capabilities_.page_size : 1,
+          paged() && config_.kv_cache_config.enable_block_reuse && !capabilities_.recurrent_state) {
   if (config_.cost_model) adaptive_.emplace(*config_.cost_model);
   free_slots_.resize(capabilities_.max_batch_size);
   std::iota(free_slots_.rbegin(), free_slots_.rend(), 0);
   statistics_.total_pages = pages_.num_free();
+  statistics_.prefix_cache =
+      paged() && config_.kv_cache_config.enable_block_reuse && !capabilities_.recurrent_state;
   publish_statistics();
 }
 

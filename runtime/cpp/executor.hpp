@@ -58,8 +58,9 @@ struct ExecutorStatistics {
   int32_t active_requests = 0;  // now
   int32_t queued_requests = 0;  // now
   int32_t total_pages = 0;
-  int32_t free_pages = 0;    // now; hold nothing
-  int32_t cached_pages = 0;  // now; only the prefix cache's, given up when needed
+  bool prefix_cache = false;  // asked for, and possible: not where state is recurrent
+  int32_t free_pages = 0;     // now; hold nothing
+  int32_t cached_pages = 0;   // now; only the prefix cache's, given up when needed
   int64_t finished_requests = 0;
   int64_t cancelled_requests = 0;
   int64_t preemptions = 0;

@@ -99,6 +99,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("active_requests", &S::active_requests)
       .def_ro("queued_requests", &S::queued_requests)
       .def_ro("total_pages", &S::total_pages)
+      .def_ro("prefix_cache", &S::prefix_cache)
       .def_ro("free_pages", &S::free_pages)
       .def_ro("cached_pages", &S::cached_pages)
       .def_ro("finished_requests", &S::finished_requests)

@@ -1,9 +1,12 @@
 """Engines by the manifest's ``backend``."""
 
+import logging
 from pathlib import Path
 
 from trtree import _core
 from trtree.build.engine_dir import EngineDir, EngineDirError
+
+log = logging.getLogger(__name__)
 
 
 def load_engine(engine: EngineDir, *, num_threads: int | None = None) -> _core.Engine:
@@ -18,6 +21,11 @@ def load_engine(engine: EngineDir, *, num_threads: int | None = None) -> _core.E
         EngineDirError: the backend is unknown.
     """
     backend = engine.manifest["backend"]
+    if engine.manifest["build_config"]["request_state_bytes"]:
+        log.info(
+            "%s: requests have recurrent state, which no page holds: the prefix cache is off",
+            engine.path,
+        )
     if backend == "cpu":
         from trtree.runtime.engines.cpu import load_cpu_engine
 

@@ -49,7 +49,7 @@ def _plan(engine: EngineDir, rank: int) -> cpu.Plan:
     plan.rank, plan.ranks = data["rank"], data["ranks"]
     plan.networks = {name: _network(network) for name, network in data["networks"].items()}
     plan.weights = [_fill(cpu.PlanWeight(), w, kind=cpu.WeightKind) for w in data["weights"]]
-    plan.states = [_fill(cpu.PlanState(), state) for state in data["states"]]
+    plan.states = [_fill(cpu.PlanState(), s, kind=cpu.StateKind) for s in data["states"]]
     plan.ropes = [_fill(cpu.PlanRope(), rope) for rope in data["ropes"]]
     plan.routings = [_fill(cpu.PlanRouting(), routing) for routing in data["routings"]]
     return plan

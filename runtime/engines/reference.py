@@ -14,7 +14,9 @@ from trtree import _core
 from trtree.build.engine_dir import EngineDir
 from trtree.build.lowering.reference import TORCH_DTYPES, ReferenceNetwork, StepContext
 from trtree.build.lowering.reference_weights import SUFFIX, load_networks
-from trtree.build.network.network import Owner
+from trtree.build.network.network import Owner, State
+from trtree.plugins import branch_state
+from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 from trtree.runtime.engines.manifest import capabilities_of
@@ -28,6 +30,8 @@ class _Step:
     segments: Mapping[int, AttentionSegment]  # by request id
     positions: torch.Tensor  # int32 [rows]
     captured: torch.Tensor | None  # [rows, captures * hidden]
+    branches: Mapping[int, StateSegment]  # by request id
+    row_states: Mapping[str, torch.Tensor]  # by state name, [rows, ...]
 
 
 class ReferenceEngine(_core.Engine):
@@ -45,7 +49,13 @@ class ReferenceEngine(_core.Engine):
                 if (engine.path / f"{name}.{SUFFIX}").is_file()
             },
         )
-        self._caches = self._allocate_caches()
+        states = {
+            state.name: state
+            for loaded in self._networks.values()
+            for state in loaded.network.states.values()
+        }
+        self._caches = {s.name: self._cache(s) for s in states.values() if s.kind == "kv"}
+        self._committed = {s.name: self._slots(s) for s in states.values() if s.kind != "kv"}
         speculative = engine.manifest["speculative_config"]
         self._mask_token = speculative["mask_token_id"] if speculative else 0
         self._last_step: _Step | None = None
@@ -63,15 +73,30 @@ class ReferenceEngine(_core.Engine):
         """One target pass; writes the rows' KV behind each request's committed prefix."""
         _core.check_batch(batch, self._capabilities)
         segments = {s.sequence.request_id: _segment(s) for s in batch.segments}
+        branches = {s.sequence.request_id: _branch(s, batch) for s in batch.segments}
         inputs = {
             "token_ids": torch.tensor(batch.token_ids),
+            "parents": torch.tensor(batch.parents),
             "positions": torch.tensor(batch.positions),
             "slots": _slots(list(segments.values())),
             "packed_mask": torch.tensor(batch.packed_mask).reshape(-1, batch.mask_words),
             "output_rows": torch.tensor(batch.output_rows),
         }
-        outputs = self._run("target", inputs, list(segments.values()))
-        self._last_step = _Step(batch, segments, inputs["positions"], outputs.get("captured"))
+        row_states: dict[str, torch.Tensor] = {}
+        outputs = self._networks["target"].run(
+            inputs,
+            StepContext(
+                self._caches,
+                list(segments.values()),
+                self._committed,
+                list(branches.values()),
+                row_states,
+            ),
+        )
+        captured = outputs.get("captured")
+        self._last_step = _Step(
+            batch, segments, inputs["positions"], captured, branches, row_states
+        )
         wanted = np.asarray(batch.needs_logits, dtype=bool)
         logits = outputs["logits"].float().numpy()[wanted]
         return _core.StepResult(outputs["argmax"].numpy(), logits.reshape(-1))
@@ -87,7 +112,12 @@ class ReferenceEngine(_core.Engine):
         accepted = {c.sequence.request_id: torch.tensor(c.rows, dtype=torch.int64) for c in commits}
         for request_id, rows in accepted.items():
             for name in self._networks["target"].network.states:
-                attention.commit(self._caches[name], step.segments[request_id], rows)
+                if name in self._caches:
+                    attention.commit(self._caches[name], step.segments[request_id], rows)
+            for name, states in step.row_states.items():
+                branch_state.commit(
+                    self._committed[name], states, step.branches[request_id], rows.tolist()
+                )
         self._extend_drafter(
             step,
             {
@@ -156,21 +186,14 @@ class ReferenceEngine(_core.Engine):
     ) -> dict[str, torch.Tensor]:
         return self._networks[name].run(inputs, StepContext(self._caches, segments))
 
-    def _allocate_caches(self) -> dict[str, PagedKv]:
-        caches = {}
-        for loaded in self._networks.values():
-            for state in loaded.network.states.values():
-                shape = (
-                    self._capabilities.num_pages,
-                    self._capabilities.page_size,
-                    state.heads,
-                    state.head_dim,
-                )
-                dtype = TORCH_DTYPES[state.dtype]
-                caches[state.name] = PagedKv(
-                    torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-                )
-        return caches
+    def _cache(self, state: State) -> PagedKv:
+        shape = (self._capabilities.num_pages, self._capabilities.page_size, *state.shape)
+        dtype = TORCH_DTYPES[state.dtype]
+        return PagedKv(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+
+    def _slots(self, state: State) -> torch.Tensor:
+        shape = (self._capabilities.max_batch_size, *state.shape)
+        return torch.zeros(shape, dtype=TORCH_DTYPES[state.dtype])
 
 
 def _segment(segment: _core.Segment) -> AttentionSegment:
@@ -179,6 +202,17 @@ def _segment(segment: _core.Segment) -> AttentionSegment:
         segment.num_rows,
         segment.sequence.committed_length,
         torch.tensor(segment.sequence.pages, dtype=torch.int64),
+    )
+
+
+def _branch(segment: _core.Segment, batch: _core.RowBatch) -> StateSegment:
+    first, count = segment.first_row, segment.num_rows
+    return StateSegment(
+        first,
+        count,
+        segment.sequence.slot,
+        segment.sequence.committed_length == 0,
+        batch.parents[first : first + count].tolist(),
     )
 
 

@@ -23,8 +23,15 @@ from trtree.build.options import read_options
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo"
-# Exporters leave heads, embeddings and routers alone.
-EXCLUDE = (*DEFAULT_EXCLUDE, "model.layers.*.mlp.gate")
+# Exporters leave heads, embeddings, routers and what feeds a recurrence's gates alone.
+EXCLUDE = (
+    *DEFAULT_EXCLUDE,
+    "model.layers.*.mlp.gate",
+    "*.shared_expert_gate",
+    "*.in_proj_a",
+    "*.in_proj_b",
+    "*.in_proj_ba",
+)
 
 
 def build_demo(output: Path, **options: Any) -> Path:
@@ -90,10 +97,15 @@ def random_checkpoint(
 
     With NVFP4_AWQ, o_proj and down_proj scale their inputs.
     """
-    from random_moe import random_moe  # which builds on this module
+    from random_hybrid import random_hybrid  # which build on this module
+    from random_moe import random_moe
 
-    moe = "moe_intermediate_size" in config
-    tensors = (random_moe if moe else random_target)(config, dtype=torch.bfloat16)
+    make = random_target
+    if "linear_key_head_dim" in config:
+        make = random_hybrid
+    elif "moe_intermediate_size" in config:
+        make = random_moe
+    tensors = make(config, dtype=torch.bfloat16)
     if algorithm is None:
         return write_target(directory, tensors, config)
     awq = algorithm == "NVFP4_AWQ"

@@ -8,6 +8,8 @@ import torch
 
 from trtree import _core
 from trtree.build.lowering.reference import _OPS, StepContext
+from trtree.plugins import branch_state
+from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 
 
@@ -20,7 +22,17 @@ class OpByOp:
             name: PagedKv(*(torch.zeros(256, page_size, s.heads, s.head_dim) for _ in "kv"))
             for network in self._networks.values()
             for name, s in network.network.states.items()
+            if s.kind == "kv"
         }
+        # State that branches, of one request; CPU and reference each keep their own.
+        self._committed = {
+            name: torch.zeros(1, *s.shape)
+            for network in self._networks.values()
+            for name, s in network.network.states.items()
+            if s.kind != "kv"
+        }
+        self._row_states: dict[str, torch.Tensor] = {}
+        self._branch = StateSegment(0, 0, 0, True, [])
         self.worst: dict[str, float] = {}
         self.rows: dict[str, dict[str, torch.Tensor]] = {}  # integer inputs by network
         self.segments: dict[str, list[AttentionSegment]] = {}
@@ -38,7 +50,13 @@ class OpByOp:
             else:
                 shape = [-1, *map(int, tensor.shape[1:])]
                 operands.append(torch.from_numpy(next(floats)).reshape(shape))
-        context = StepContext(self._caches, self.segments[network])
+        context = StepContext(
+            self._caches,
+            self.segments[network],
+            self._committed,
+            [self._branch],
+            self._row_states,
+        )
         expected = _OPS[op.kind](net, op, operands, context)
         if op.kind == "top_k_log_probs":  # terminal: compared through draft()
             return
@@ -46,6 +64,11 @@ class OpByOp:
             reference = theirs.reshape(len(ours), -1).numpy()
             error = float(np.abs(ours - reference).max() / np.abs(reference).max())
             self.worst[op.kind] = max(self.worst.get(op.kind, 0.0), error)
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """The engine committed these rows of the step before."""
+        for name, states in self._row_states.items():
+            branch_state.commit(self._committed[name], states, self._branch, rows)
 
     def rows_of(
         self, prefix: int, tokens: list[int], parents: list[int], pages: Sequence[int]
@@ -56,11 +79,13 @@ class OpByOp:
         batch = _core.RowBatch([_core.SegmentRequest(at, tokens, parents, outputs)])
         rows = {
             "token_ids": torch.tensor(batch.token_ids),
+            "parents": torch.tensor(batch.parents),
             "positions": torch.tensor(batch.positions),
             "slots": torch.arange(prefix, prefix + len(tokens), dtype=torch.int32),
             "packed_mask": torch.tensor(batch.packed_mask).reshape(len(tokens), -1),
             "output_rows": torch.tensor(batch.output_rows),
         }
+        self._branch = StateSegment(0, len(tokens), 0, prefix == 0, parents)
         segment = [AttentionSegment(0, len(tokens), prefix, torch.tensor(list(pages)))]
         self.rows |= {"target": rows, "drafter_context": rows}
         self.segments |= {"target": segment, "drafter_context": segment}

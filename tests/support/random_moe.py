@@ -101,8 +101,8 @@ def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     result = {name: t for name, t in tensors.items() if ".experts." not in name}
     layers = {name.partition("experts.")[0] for name in tensors if ".experts." in name}
     for at in layers:
-        count = sum(name.startswith(at) and name.endswith("up_proj.weight") for name in tensors)
-        count -= f"{at}shared_experts.up_proj.weight" in tensors
+        routed = f"{at}experts."
+        count = sum(n.startswith(routed) and n.endswith("up_proj.weight") for n in tensors)
 
         def of(i: int, which: str, at: str = at) -> torch.Tensor:
             return tensors[f"{at}experts.{i}.{which}_proj.weight"]

@@ -26,22 +26,26 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
       capabilities_(std::move(capabilities)),
       mask_token_id_(mask_token_id),
       threads_(num_threads),
-      weights_((check_plan(plan_), check_ranks(plan_, collectives), plan_)) {
+      weights_((check_plan(plan_), check_ranks(plan_, collectives), plan_)),
+      branches_(plan_, capabilities_.max_batch_size) {
   const int64_t slots = static_cast<int64_t>(capabilities_.num_pages) * capabilities_.page_size;
   int64_t floats = 0;
-  for (const PlanState& state : plan_.states) floats += 2 * slots * state.heads * state.head_dim;
+  const auto kv_floats = [slots](const PlanState& state) {
+    return state.kind == StateKind::kKv ? slots * state.heads * state.head_dim : 0;
+  };
+  for (const PlanState& state : plan_.states) floats += 2 * kv_floats(state);
   pool_.reset(static_cast<float*>(std::calloc(floats, sizeof(float))));
   if (!pool_)
     throw std::runtime_error("no memory for " + std::to_string(floats * 4) + " bytes of KV");
   float* next = pool_.get();
   for (const PlanState& state : plan_.states) {
-    const int64_t size = slots * state.heads * state.head_dim;
+    const int64_t size = kv_floats(state);
     caches_.push_back({next, next + size, capabilities_.page_size, state.heads, state.head_dim});
     next += 2 * size;
   }
   for (const auto& [name, network] : plan_.networks) {
-    runners_[name] = std::make_unique<NetworkRunner>(plan_, network, weights_, caches_, threads_,
-                                                     isa, collectives);
+    runners_[name] = std::make_unique<NetworkRunner>(plan_, network, weights_, caches_, branches_,
+                                                     threads_, isa, collectives);
   }
 }
 
@@ -57,6 +61,8 @@ StepResult CpuEngine::step(const RowBatch& batch) {
   rows.positions = batch.positions;
   rows.output_rows = batch.output_rows;
   rows.visibility.assign(rows.segments, batch.packed_mask, batch.mask_words);
+
+  if (branches_.any()) branches_.begin(*last_step_);
 
   NetworkRunner& target = runner("target");
   target.prepare(rows.num_rows(), rows.num_outputs());
@@ -77,13 +83,17 @@ void CpuEngine::commit(const std::vector<Commit>& commits) {
     for (int64_t i = begin; i < end; ++i) {
       const Segment& segment = segment_of(commits[i].sequence.request_id);
       const auto at = attention_segment(segment.sequence, segment.first_row, segment.num_rows);
+      if (branches_.any())
+        branches_.commit(&segment - last_step_->segments.data(), commits[i].rows);
       // A path without gaps is where it has to be already.
       if (commits[i].rows.empty() ||
           commits[i].rows.back() + 1 == static_cast<int32_t>(commits[i].rows.size())) {
         continue;
       }
       for (size_t s = 0; s < caches_.size(); ++s) {
-        if (!plan_.states[s].drafter) attention::commit(caches_[s], at, commits[i].rows);
+        const PlanState& state = plan_.states[s];
+        if (state.kind != StateKind::kKv || state.drafter) continue;
+        attention::commit(caches_[s], at, commits[i].rows);
       }
     }
   });

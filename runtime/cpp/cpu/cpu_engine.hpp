@@ -49,7 +49,8 @@ class CpuEngine final : public Engine {
   const WeightTable weights_;
   // KV of all states, k then v of each. calloc: untouched pages take no memory.
   std::unique_ptr<float, decltype(&std::free)> pool_{nullptr, &std::free};
-  std::vector<attention::PagedKv> caches_;
+  std::vector<attention::PagedKv> caches_;  // by state index; others than KV are empty
+  BranchStates branches_;
   std::unordered_map<std::string, std::unique_ptr<NetworkRunner>> runners_;
 
   Observer observer_;

@@ -32,6 +32,22 @@ WeightTable::WeightTable(const Plan& plan) {
     }
     add_matrix(index, weight, bytes, bias);
   }
+  add_taps(plan);
+}
+
+void WeightTable::add_taps(const Plan& plan) {
+  for (const auto& [name, network] : plan.networks) {
+    for (const PlanOp& op : network.ops) {
+      if (op.kind != OpKind::kCausalConv) continue;
+      const int64_t channels = plan.states[op.state].head_dim,
+                    kernel = 1 + plan.states[op.state].heads;
+      std::vector<float>& taps = taps_[op.weight];
+      taps.resize(channels * kernel);
+      for (int64_t i = 0; i < channels * kernel; ++i) {
+        taps[i % kernel * channels + i / kernel] = vectors_.at(op.weight)[i];
+      }
+    }
+  }
 }
 
 void WeightTable::add_matrix(int32_t index, const PlanWeight& weight,
@@ -65,11 +81,13 @@ void WeightTable::add_matrix(int32_t index, const PlanWeight& weight,
 
 NetworkRunner::NetworkRunner(const Plan& plan, const PlanNetwork& network,
                              const WeightTable& weights, std::span<const attention::PagedKv> caches,
-                             Parallel& parallel, Isa isa, Collectives* collectives)
+                             BranchStates& branches, Parallel& parallel, Isa isa,
+                             Collectives* collectives)
     : plan_(plan),
       network_(network),
       weights_(weights),
       caches_(caches),
+      branches_(branches),
       parallel_(parallel),
       isa_(isa),
       ranks_(collectives),
@@ -115,6 +133,10 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
       outputs_.argmax.resize(num_outputs_);
       argmax(tensor(op.inputs[0]), op.name, outputs_.argmax.data(), parallel_);
       break;
+    case OpKind::kCausalConv:
+      branches_.causal_conv(op.state, weights_.taps(op.weight), tensor(op.inputs[0]),
+                            tensor(op.outputs[0]), parallel_, isa_);
+      break;
     case OpKind::kConcat:
       concat(op);
       break;
@@ -126,6 +148,9 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
       break;
     case OpKind::kExpertsUp:
       experts_up(op);
+      break;
+    case OpKind::kGatedDeltaNet:
+      gated_delta_net(op);
       break;
     case OpKind::kGatherRows:
       gather_rows(op, rows);
@@ -151,6 +176,15 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kScale:
       scale(tensor(op.inputs[0]), weights_.vector(op.weight), tensor(op.outputs[0]), parallel_);
       break;
+    case OpKind::kSigmoidMul:
+      sigmoid_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_);
+      break;
+    case OpKind::kSplitHeads: {
+      std::vector<Matrix> parts;
+      for (const int32_t part : op.outputs) parts.push_back(tensor(part));
+      split_heads(tensor(op.inputs[0]), op.heads, parts);
+      break;
+    }
     case OpKind::kSiluMul:
       silu_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_, isa_);
       break;
@@ -237,6 +271,16 @@ void NetworkRunner::tree_attention(const PlanOp& op, const StepRows& rows) {
   call.output = y.data;
   call.output_stride = y.stride;
   attention::attend(call, parallel_, isa_);
+}
+
+void NetworkRunner::gated_delta_net(const PlanOp& op) {
+  const auto rows = [&](size_t input) {
+    const Matrix x = tensor(op.inputs[input]);
+    return gated_delta_net::Rows{x.data, x.stride};
+  };
+  const gated_delta_net::Operands operands{rows(0), rows(1), rows(2),
+                                           rows(3), rows(4), weights_.vector(op.weight)};
+  branches_.gated_delta_net(op.state, op.heads, operands, tensor(op.outputs[0]), parallel_);
 }
 
 void NetworkRunner::rotate(const PlanOp& op, const StepRows& rows) {

@@ -14,6 +14,7 @@
 #include "plugins/moe/moe.hpp"
 #include "plugins/nvfp4_linear/nvfp4_linear.hpp"
 #include "plugins/tree_attention/cpu.hpp"
+#include "runtime/cpp/cpu/branch_states.hpp"
 #include "runtime/cpp/cpu/mapped_file.hpp"
 #include "runtime/cpp/cpu/plan.hpp"
 #include "runtime/cpp/cpu/rank_ops.hpp"
@@ -31,8 +32,11 @@ class WeightTable {
   const dense::Weight& dense(int32_t index) const { return dense_.at(index); }
   const moe::Experts& experts(int32_t index) const { return experts_.at(index); }
   const float* vector(int32_t index) const { return vectors_.at(index); }
+  // A convolution's vector [channels, kernel] as [kernel, channels].
+  const float* taps(int32_t index) const { return taps_.at(index).data(); }
 
  private:
+  void add_taps(const Plan& plan);
   void add_matrix(int32_t index, const PlanWeight& weight, std::span<const uint8_t> bytes,
                   const float* bias);
 
@@ -41,6 +45,7 @@ class WeightTable {
   std::map<int32_t, dense::Weight> dense_;
   std::map<int32_t, moe::Experts> experts_;
   std::map<int32_t, const float*> vectors_;
+  std::map<int32_t, std::vector<float>> taps_;
 };
 
 // What the rows of a step are, made once and read by every layer.
@@ -64,11 +69,11 @@ struct StepOutputs {
 
 class NetworkRunner {
  public:
-  // All references must outlive the runner. caches: by state index. collectives: null on
-  // one rank.
+  // All references must outlive the runner. caches: by state index. branches: where rows
+  // continue their parents' state. collectives: null on one rank.
   NetworkRunner(const Plan& plan, const PlanNetwork& network, const WeightTable& weights,
-                std::span<const attention::PagedKv> caches, Parallel& parallel, Isa isa,
-                Collectives* collectives = nullptr);
+                std::span<const attention::PagedKv> caches, BranchStates& branches,
+                Parallel& parallel, Isa isa, Collectives* collectives = nullptr);
 
   // Makes room for the step's rows; an input tensor may be filled after this.
   void prepare(int64_t num_rows, int64_t num_outputs);
@@ -91,6 +96,7 @@ class NetworkRunner {
   void embedding(const PlanOp& op, const StepRows& rows);
   void tree_attention(const PlanOp& op, const StepRows& rows);
   void rotate(const PlanOp& op, const StepRows& rows);
+  void gated_delta_net(const PlanOp& op);
   void concat(const PlanOp& op);
   void gather_rows(const PlanOp& op, const StepRows& rows);
   void top_k_log_probs(const PlanOp& op, int32_t top_k);
@@ -99,6 +105,7 @@ class NetworkRunner {
   const PlanNetwork& network_;
   const WeightTable& weights_;
   std::span<const attention::PagedKv> caches_;
+  BranchStates& branches_;
   Parallel& parallel_;
   const Isa isa_;
   RankOps ranks_;

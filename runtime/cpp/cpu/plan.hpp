@@ -16,10 +16,12 @@ enum class OpKind {
   kAdd,
   kAllGather,
   kArgmax,
+  kCausalConv,
   kConcat,
   kEmbedding,
   kExpertsDown,
   kExpertsUp,
+  kGatedDeltaNet,
   kGatherRows,
   kKvAppend,
   kLinear,
@@ -27,7 +29,9 @@ enum class OpKind {
   kRotaryEmbedding,
   kRoute,
   kScale,
+  kSigmoidMul,
   kSiluMul,
+  kSplitHeads,
   kTopKLogProbs,
   kTreeAttention,
 };
@@ -55,7 +59,7 @@ struct PlanOp {
   int32_t state = -1;
   int32_t rope = -1;
   int32_t routing = -1;
-  int32_t heads = 1;         // rms_norm, rotary: vectors per row; experts: slots per row
+  int32_t heads = 1;         // vectors per row; experts: slots; gated_delta_net: of keys
   float scale = 1;           // tree_attention
   double eps = 0;            // rms_norm
   int32_t window = 0;        // tree_attention; 0: none
@@ -94,9 +98,15 @@ struct PlanWeight {
   std::vector<int64_t> segments;     // bounds of the K segments, in blocks of 16
 };
 
+enum class StateKind { kKv, kConv, kRecurrent };
+
+// Keys and values [heads, head_dim] per token; or per request a window [heads, head_dim] or
+// a recurrence's [heads, head_dim, value_dim].
 struct PlanState {
+  StateKind kind = StateKind::kKv;
   int64_t heads = 0;
   int64_t head_dim = 0;
+  int64_t value_dim = 0;
   bool drafter = false;
 };
 

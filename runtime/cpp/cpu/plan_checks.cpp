@@ -26,14 +26,18 @@ struct Arity {
   size_t outputs;
 };
 
-// Float tensors only; ids, positions and slots come with the step. kConcat takes any number.
+// Float tensors only; ids, positions and slots come with the step. kConcat takes any number,
+// kSplitHeads gives any.
 Arity arity(OpKind kind) {
   switch (kind) {
     case OpKind::kAdd:
     case OpKind::kExpertsDown:
     case OpKind::kExpertsUp:
+    case OpKind::kSigmoidMul:
     case OpKind::kSiluMul:
       return {2, 1};
+    case OpKind::kGatedDeltaNet:
+      return {5, 1};
     case OpKind::kArgmax:
     case OpKind::kTopKLogProbs:
       return {1, 0};
@@ -48,7 +52,9 @@ Arity arity(OpKind kind) {
     case OpKind::kRmsNorm:
     case OpKind::kRotaryEmbedding:
     case OpKind::kRoute:
+    case OpKind::kCausalConv:
     case OpKind::kScale:
+    case OpKind::kSplitHeads:
     case OpKind::kTreeAttention:
       break;
   }
@@ -119,11 +125,59 @@ void check_experts(const Plan& plan, const PlanNetwork& network, const PlanOp& o
 void check_state_use(const Plan& plan, const PlanOp& op, const std::string& where, int64_t in) {
   check_index(op.state, plan.states, where, "state");
   const PlanState& state = plan.states[op.state];
+  require(state.kind == StateKind::kKv, where, "its state is no KV");
   const bool attends = op.kind == OpKind::kTreeAttention;
   require(state.heads > 0 && state.head_dim > 0 && (!attends || op.heads % state.heads == 0), where,
           to_string(op.heads) + " heads over " + to_string(state.heads));
   require(in == (attends ? op.heads : state.heads) * state.head_dim, where,
           "width " + to_string(in) + " for heads of " + to_string(state.head_dim));
+}
+
+void check_vector(const Plan& plan, const PlanOp& op, const std::string& where, int64_t size) {
+  check_index(op.weight, plan.weights, where, "weight");
+  const PlanWeight& weight = plan.weights[op.weight];
+  require(weight.kind == WeightKind::kVector && weight.out_features == size, where,
+          "a vector of " + to_string(weight.out_features) + " for " + to_string(size));
+}
+
+void check_conv(const Plan& plan, const PlanOp& op, const std::string& where, int64_t width) {
+  check_index(op.state, plan.states, where, "state");
+  const PlanState& state = plan.states[op.state];
+  require(state.kind == StateKind::kConv && state.heads > 0 && state.head_dim == width, where,
+          "width " + to_string(width) + " for a window of " + to_string(state.head_dim));
+  check_vector(plan, op, where, (state.heads + 1) * width);
+}
+
+// inputs: q, k, v, a, b.
+void check_delta(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
+                 const std::string& where) {
+  check_index(op.state, plan.states, where, "state");
+  const PlanState& state = plan.states[op.state];
+  require(state.kind == StateKind::kRecurrent && state.heads > 0 && state.head_dim > 0 &&
+              state.value_dim > 0 && op.heads > 0 && state.heads % op.heads == 0,
+          where, to_string(state.heads) + " heads of values, " + to_string(op.heads) + " of keys");
+  const int64_t keys = op.heads * state.head_dim, values = state.heads * state.value_dim;
+  const int64_t widths[] = {keys, keys, values, state.heads, state.heads};
+  for (size_t i = 0; i < op.inputs.size(); ++i) {
+    const int64_t width = network.tensors[op.inputs[i]].width;
+    require(width == widths[i], where,
+            "operand " + to_string(i) + " of width " + to_string(width) + " for " +
+                to_string(widths[i]));
+  }
+  require(network.tensors[op.outputs[0]].width == values, where, "its result's width");
+  check_vector(plan, op, where, 2 * state.heads);
+}
+
+void check_parts(const PlanNetwork& network, const PlanOp& op, const std::string& where,
+                 int64_t width) {
+  int64_t total = 0;
+  bool whole = op.heads > 0;
+  for (const int32_t part : op.outputs) {
+    const int64_t size = network.tensors[part].width;
+    total += size;
+    whole = whole && size % op.heads == 0;
+  }
+  require(whole && total == width, where, "its parts do not fit " + to_string(width));
 }
 
 void check_gather(const Plan& plan, const PlanOp& op, const std::string& where, int64_t in,
@@ -143,7 +197,9 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
   const Arity expected = arity(op.kind);
   const bool fits =
       op.kind == OpKind::kConcat ? !op.inputs.empty() : op.inputs.size() == expected.inputs;
-  require(fits && op.outputs.size() == expected.outputs, where, "wrong number of operands");
+  const bool gives =
+      op.kind == OpKind::kSplitHeads ? !op.outputs.empty() : op.outputs.size() == expected.outputs;
+  require(fits && gives, where, "wrong number of operands");
   const int64_t in = op.inputs.empty() ? 0 : network.tensors[op.inputs[0]].width;
   const int64_t out = op.outputs.empty() ? 0 : network.tensors[op.outputs[0]].width;
   int64_t total = 0;
@@ -162,6 +218,18 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
     case OpKind::kExpertsUp:
       check_experts(plan, network, op, where);
       return;
+    case OpKind::kCausalConv:
+      check_conv(plan, op, where, in);
+      break;
+    case OpKind::kGatedDeltaNet:
+      check_delta(plan, network, op, where);
+      return;
+    case OpKind::kSplitHeads:
+      check_parts(network, op, where, in);
+      return;
+    case OpKind::kSigmoidMul:
+      require(total == 2 * in || total == in + 1, where, "operands differ in width");
+      break;
     case OpKind::kRoute:
       check_route(plan, op, where, in);
       break;

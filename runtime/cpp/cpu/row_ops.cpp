@@ -5,15 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "plugins/clones.hpp"
 #include "plugins/silu_mul/silu_mul.hpp"
-
-// Wider vectors where the CPU has them. Nothing here is contracted or reassociated, so
-// every clone gives the same bits.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define TRTREE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define TRTREE_CLONES
-#endif
 
 namespace trtree::cpu {
 
@@ -132,6 +125,32 @@ void silu_mul(const Matrix& gate, const Matrix& up, const Matrix& y, Parallel& p
   parallel.parallel_for(y.rows, row_grain(y.width), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) kernel(gate.row(r), up.row(r), y.width, y.row(r));
   });
+}
+
+void sigmoid_mul(const Matrix& x, const Matrix& gate, const Matrix& y, Parallel& parallel) {
+  const int64_t step = gate.width == 1 ? 0 : 1;
+  parallel.parallel_for(y.rows, row_grain(y.width), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float *const from = x.row(r), *const gates = gate.row(r);
+      float* const to = y.row(r);
+      for (int64_t i = 0; i < y.width; ++i) {
+        to[i] = static_cast<float>(from[i] / (1.0 + std::exp(-double{gates[i * step]})));
+      }
+    }
+  });
+}
+
+void split_heads(const Matrix& x, int64_t heads, std::span<const Matrix> parts) {
+  for (int64_t r = 0; r < x.rows; ++r) {
+    const float* from = x.row(r);
+    for (int64_t h = 0; h < heads; ++h) {
+      for (const Matrix& part : parts) {
+        const int64_t n = part.width / heads;
+        std::copy_n(from, n, part.row(r) + h * n);
+        from += n;
+      }
+    }
+  }
 }
 
 void scale(const Matrix& x, const float* weight, const Matrix& y, Parallel& parallel) {

@@ -36,6 +36,12 @@ void rotary_embedding(const Matrix& x, const double* angles, const PlanRope& rop
 // gate / (1 + exp(-gate)) * up.
 void silu_mul(const Matrix& gate, const Matrix& up, const Matrix& y, Parallel& parallel, Isa isa);
 
+// x * sigmoid(gate); the gate has x's width, or is one number per row. float64 inside.
+void sigmoid_mul(const Matrix& x, const Matrix& gate, const Matrix& y, Parallel& parallel);
+
+// Each of `heads` equal parts of a row, cut into the parts' own; copies.
+void split_heads(const Matrix& x, int64_t heads, std::span<const Matrix> parts);
+
 // x * weight, one number per column.
 void scale(const Matrix& x, const float* weight, const Matrix& y, Parallel& parallel);
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from engines import random_checkpoint, tiny_config
 from random_drafter import random_drafter
+from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
 from steps import prefill, random_tree, run_rows
 from thread_ranks import ThreadRanks
@@ -110,7 +111,15 @@ def test_every_number_of_ranks_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", None])
-@pytest.mark.parametrize("config", [qwen3_moe_config, glm4_moe_config])
+@pytest.mark.parametrize(
+    "config",
+    [
+        qwen3_moe_config,
+        glm4_moe_config,
+        partial(hybrid_config, "Qwen3NextForCausalLM"),
+        partial(hybrid_config, "Qwen3_5MoeForCausalLM"),
+    ],
+)
 def test_experts_and_a_drafter_on_every_number_of_ranks(
     tmp_path: Path, config: Callable[..., dict[str, Any]], algorithm: str | None
 ) -> None:

@@ -1,0 +1,1 @@
+"""A depthwise convolution over a row and its last ancestors; see README.md."""

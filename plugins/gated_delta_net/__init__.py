@@ -1,0 +1,1 @@
+"""The gated delta rule over tree rows; see README.md."""

@@ -1,0 +1,165 @@
+"""The hybrid families against transformers' classes, in float32, and what they refuse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engines import ROOT, write_target
+from random_hybrid import hybrid_config, random_hybrid, transformers_model
+from steps import prefill
+from trtree import _core
+from trtree.build import builder
+from trtree.build.builder import manifest_of
+from trtree.build.checkpoint import CheckpointError
+from trtree.build.models import family_of
+from trtree.build.network.network import NetworkError
+from trtree.build.options import BuildOptions, OptionError
+from trtree.build.plan import memory_plan
+from trtree.runtime.engines import open_engine
+
+TOLERANCE = 1e-4
+NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+CASES = {
+    "next": hybrid_config(NEXT),
+    "next-equal-heads": hybrid_config(NEXT, linear_num_key_heads=4),
+    "next-not-normalized": hybrid_config(NEXT, norm_topk_prob=False),
+    "next-dense-layer": hybrid_config(NEXT, mlp_only_layers=[0]),
+    "next-kernel-2": hybrid_config(NEXT, linear_conv_kernel_dim=2),
+    "3.5": hybrid_config(DENSE),
+    "3.5-tied-three-layers": hybrid_config(DENSE, tie_word_embeddings=True, num_hidden_layers=3),
+    "3.5-one-key-head": hybrid_config(DENSE, linear_num_key_heads=1),
+    "3.5-moe": hybrid_config(MOE),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_target_against_transformers(tmp_path: Path, case: str) -> None:
+    config = CASES[case]
+    tensors = random_hybrid(config, dtype=torch.float32)
+    checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
+    options = BuildOptions(
+        checkpoint=checkpoint, output=tmp_path / "engine", backend="reference", page_size=4
+    )
+    _, engine = open_engine(builder.write(builder.describe(options)))
+    token_ids = torch.randint(0, 80, (48,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        model = transformers_model(config, tensors)
+        expected = model(token_ids[None]).logits[0].numpy()
+
+    assert expected.std() > 0.1  # the network says something
+    pages = list(range(12))
+    first = prefill(engine, _core.Sequence(1, 3, 0, pages), token_ids[:40].tolist())
+    np.testing.assert_allclose(first, expected[:40], rtol=0, atol=TOLERANCE)
+    chunk = prefill(engine, _core.Sequence(1, 3, 40, pages), token_ids[40:44].tolist())
+    np.testing.assert_allclose(chunk, expected[40:44], rtol=0, atol=TOLERANCE)
+    for position in range(44, 48):  # and one token at a time
+        at = _core.Sequence(1, 3, position, pages)
+        logits = prefill(engine, at, [int(token_ids[position])])
+        np.testing.assert_allclose(logits[0], expected[position], rtol=0, atol=TOLERANCE)
+
+
+def multimodal(text: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the multimodal model around a text model."""
+    name = text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    inner = {key: value for key, value in text.items() if key != "architectures"}
+    return {
+        "architectures": [name],
+        "model_type": text["model_type"].removesuffix("_text"),
+        "text_config": inner,
+        "vision_config": {"depth": 1, "hidden_size": 8},
+        "image_token_id": 70,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+
+
+@pytest.mark.parametrize("architecture", [DENSE, MOE])
+def test_the_text_part_of_a_multimodal_checkpoint(
+    tmp_path: Path, architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same network as the text model's, vision and prediction layers left out by name."""
+    text = hybrid_config(architecture)
+    tensors = random_hybrid(text, dtype=torch.bfloat16)
+    outer = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+    outer["model.visual.blocks.0.attn.qkv.weight"] = torch.zeros(24, 8, dtype=torch.bfloat16)
+    outer["mtp.layers.0.mlp.up_proj.weight"] = torch.zeros(8, 8, dtype=torch.bfloat16)
+    config = multimodal(text)
+    caplog.set_level("INFO")
+    networks = {}
+    for name, weights, file in (("text", tensors, text), ("both", outer, config)):
+        checkpoint = tmp_path / name
+        write_target(checkpoint, weights, file | {"vocab_size": 80})
+        (checkpoint / "config.json").write_text(json.dumps(file))
+        options = BuildOptions(checkpoint=checkpoint, output=tmp_path / f"{name}.engine")
+        description = builder.describe(options)
+        networks[name] = description.networks["target"].to_dict()
+    assert networks["text"] == networks["both"]
+    assert "model.visual.*: 1 tensors of the vision model are left out" in caplog.text
+    assert "mtp.*: 1 tensors of a prediction layer are left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (hybrid_config(DENSE, linear_num_key_heads=3), "linear_num_value_heads 4 is no multiple"),
+        (hybrid_config(DENSE, linear_conv_kernel_dim=1), "linear_conv_kernel_dim 1 is not"),
+        (hybrid_config(DENSE, linear_key_head_dim=None), "linear_key_head_dim is missing"),
+        (hybrid_config(DENSE, layer_types=["linear_attention"]), "layer_types must name 2 layers"),
+        (hybrid_config(DENSE, layer_types=["mamba", "full_attention"]), "not ['mamba'"),
+        (hybrid_config(MOE, num_experts_per_tok=9), "top_k 9 of 8 candidate experts"),
+        (hybrid_config(NEXT, shared_expert_intermediate_size=0), "shared_expert_intermediate_size"),
+        (hybrid_config(DENSE, attn_output_gate=False), "attn_output_gate False is not supported"),
+        (hybrid_config(DENSE, output_gate_type="sigmoid"), "output_gate_type 'sigmoid' is not"),
+        (hybrid_config(NEXT, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    ],
+)
+def test_what_config_json_cannot_say(config: dict[str, Any], part: str) -> None:
+    with pytest.raises(NetworkError) as caught:
+        family_of(config).parse(config)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_embeddings_tied_in_one_place_only_are_refused(tmp_path: Path) -> None:
+    config = multimodal(hybrid_config(DENSE)) | {"tie_word_embeddings": True, "vocab_size": 80}
+    checkpoint = write_target(tmp_path / "c", {"x": torch.zeros(1)}, config)
+    options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine")
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is True, but False in text"):
+        builder.describe(options)
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_tensorrt_refuses_recurrent_state_by_name(tmp_path: Path, backend: str) -> None:
+    config = hybrid_config(DENSE)
+    tensors = random_hybrid(config, dtype=torch.bfloat16)
+    checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
+    options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine")
+    with pytest.raises(OptionError, match=r"linear_attn\.conv is conv state, which it does not"):
+        builder.describe(options.with_changes({"backend": backend}))
+
+
+def test_the_plan_of_a_public_model_and_its_drafter() -> None:
+    models = ROOT / "configs" / "models"
+    options = BuildOptions(
+        checkpoint=models / "qwen3.6_27b_nvfp4",
+        drafter=models / "qwen3.6_27b_dflash",
+        backend="cpu",
+        max_batch_size=4,
+    )
+    description = builder.plan(options)
+    assert description.drafter is not None
+    assert description.drafter.mask_token_id == 248070
+    assert description.drafter.causal == (True, True, True, True, False)
+    states = description.networks["target"].states.values()
+    assert sum(state.kind == "recurrent" for state in states) == 48
+    assert sum(state.kind == "kv" for state in states) == 16
+    # 48 value heads of 128 x 128, and windows of 3 x 10,240 channels, in each of 48 layers.
+    per_request = 4 * 48 * (48 * 128 * 128 + 3 * 10240)
+    assert manifest_of(description)["build_config"]["request_state_bytes"] == per_request
+    assert dict(memory_plan(description))["recurrent state, 4 requests of 149.62 MiB"]
