@@ -198,7 +198,7 @@ def _modes(names: Sequence[str], budgets: Sequence[int] | None) -> dict[str, dic
     """Parameters by mode; ``tree`` is one mode for each budget."""
     if budgets is None:
         return {name: MODES[name] for name in names}
-    modes = {}
+    modes: dict[str, dict[str, Any]] = {}
     for name in names:
         if name == "tree":
             modes |= {f"tree {n}": MODES[name] | {"tree_budget": n} for n in budgets}

@@ -16,7 +16,8 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,10 @@ class Soak:
             import httpx
         except ImportError:
             raise RequestError("this benchmark needs httpx: pip install httpx") from None
-        self._connect = lambda: httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS)
-        self._http: httpx.AsyncClient = self._connect()
+        self._connect: Callable[[], httpx.AsyncClient] = partial(
+            httpx.AsyncClient, base_url=url, timeout=REQUEST_SECONDS
+        )
+        self._http = self._connect()
         self._errors = (httpx.HTTPError, TimeoutError)
         self._rngs = [random.Random(f"{seed} {client}") for client in range(clients)]
         rng = random.Random(seed)
