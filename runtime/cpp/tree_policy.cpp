@@ -68,11 +68,15 @@ bool AdaptiveBudget::should_draft(const RoundLoad& load) {
   for (const double worth : falling(profile_)) {
     worths.insert(worths.end(), requests, worth);
   }
-  if (best(load, worths).gain > 0.0 || ++rounds_without_ >= kProbeInterval) {
-    rounds_without_ = 0;
-    return true;
+  if (best(load, worths).gain <= 0.0) {
+    ++rounds_without_;
+    seconds_without_ += costs_.verify_seconds(load.requests + load.other_rows, load.mean_context);
+    if (rounds_without_ < kProbeInterval) return false;
+    if (costs_.draft(load.requests) > kProbeShare * seconds_without_) return false;
   }
-  return false;
+  rounds_without_ = 0;
+  seconds_without_ = 0.0;
+  return true;
 }
 
 std::vector<int32_t> AdaptiveBudget::choose(const RoundLoad& load,

@@ -58,9 +58,10 @@ class AdaptiveBudget {
   explicit AdaptiveBudget(CostModel costs);
 
   // Whether a drafter pass is expected to pay for itself, from the worths of recent trees. Also
-  // true for the first trees, from which corrections are learnt, and once in kProbeInterval
-  // calls, so that no verdict is for ever. Never where even a chain of which all is accepted
-  // would not pay, or no row is left for a node.
+  // true for the first trees, from which corrections are learnt, and now and then (a probe), so
+  // that no verdict is for ever: after kProbeInterval calls, or more where so few rounds cost
+  // little against a drafter pass, which is to take kProbeShare of the time. Never where even a
+  // chain of which all is accepted would not pay, or no row is left for a node.
   bool should_draft(const RoundLoad& load);
 
   // How many of its nodes each tree keeps. load.requests may exceed the trees: the rest
@@ -74,6 +75,7 @@ class AdaptiveBudget {
   double correction(int32_t depth) const;
 
   static constexpr int32_t kProbeInterval = 64;
+  static constexpr double kProbeShare = 0.01;
 
  private:
   struct Outcome {
@@ -90,7 +92,8 @@ class AdaptiveBudget {
   double trees_seen_ = 0.0;       // that the mean is of
   std::vector<double> expected_;  // nodes accepted by depth, decayed sums
   std::vector<double> accepted_;
-  int32_t rounds_without_ = 0;
+  int32_t rounds_without_ = 0;    // since the last draft
+  double seconds_without_ = 0.0;  // that they cost
 };
 
 }  // namespace trtree

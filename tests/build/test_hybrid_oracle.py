@@ -162,4 +162,4 @@ def test_the_plan_of_a_public_model_and_its_drafter() -> None:
     # 48 value heads of 128 x 128, and windows of 3 x 10,240 channels, in each of 48 layers.
     per_request = 4 * 48 * (48 * 128 * 128 + 3 * 10240)
     assert manifest_of(description)["build_config"]["request_state_bytes"] == per_request
-    assert dict(memory_plan(description))["recurrent state, 4 requests of 149.62 MiB"]
+    assert dict(memory_plan(description))["recurrent state, 4 x 149.62 MiB"]

@@ -76,6 +76,7 @@ def nodes_of(config: SpeculativeConfig, c: _core.Capabilities) -> int:
     return chain if config.mode == DecodingMode.CHAIN else config.tree_budget
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(list(DecodingMode)),
     st.sampled_from(list(TreeKind)),
@@ -214,6 +215,12 @@ def test_drafting_stops_where_it_cannot_pay_and_is_tried_again() -> None:
     interval = AdaptiveBudget.PROBE_INTERVAL
     asked = [budget.should_draft(load) for _ in range(3 * interval)]
     assert [i for i, yes in enumerate(asked) if yes] == [interval * n - 1 for n in (1, 2, 3)]
+
+    # A dear drafter is tried less often: a probe takes 1% of the time.
+    dear = AdaptiveBudget(CostModel([(1, 1.0), (2, 2.0)], [(1, 5.0)]))
+    dear.choose(load, [likely._tree] * 32)
+    asked = [dear.should_draft(load) for _ in range(1100)]
+    assert [i for i, yes in enumerate(asked) if yes] == [499, 999]
 
     free_rows = AdaptiveBudget(CostModel([(1, 1.0), (9, 1.0)], [(1, 0.5)]))
     free_rows.choose(load, [likely._tree] * 32)
