@@ -10,7 +10,11 @@ GAUGES: tuple[tuple[str, str, Callable[[ExecutorStatistics], float]], ...] = (
     ("requests_waiting", "Requests in the queue", lambda s: s.queued_requests),
     ("kv_pages", "KV pages in all", lambda s: s.total_pages),
     ("kv_pages_free", "KV pages that hold nothing", lambda s: s.free_pages),
-    ("prefix_cache", "1 where prompts may begin on cached pages", lambda s: s.prefix_cache),
+    (
+        "prefix_cache",
+        "1 where prompts may begin on cached pages",
+        lambda s: float(s.prefix_cache),
+    ),
     ("kv_pages_cached", "KV pages only the prefix cache holds", lambda s: s.cached_pages),
     ("step_rows", "Rows of the last step", lambda s: s.last_step_rows),
     ("step_requests", "Requests in the last step", lambda s: s.last_step_requests),

@@ -134,7 +134,7 @@ def transformers_model(config: dict[str, Any], tensors: dict[str, torch.Tensor])
     architecture = config["architectures"][0]
     name = architecture.replace("ForCausalLM", "")
     kind = getattr(transformers, f"{name}Config" if name == "Qwen3Next" else f"{name}TextConfig")
-    fields = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+    fields = {k: v for k, v in config.items() if k != "model_type"}
     model = getattr(transformers, architecture)(kind(**fields, attn_implementation="eager"))
     missing, unexpected = model.load_state_dict(fused(tensors), strict=False)
     tied = ["lm_head.weight"] if config["tie_word_embeddings"] else []
