@@ -1,6 +1,9 @@
 """Loading and unloading leaves nothing: no process, no shared memory, no growth."""
 
 import re
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +73,46 @@ def test_a_server_that_is_killed_takes_its_models_along(
                 process.kill()
         for file in mapped:  # nobody is left who could
             file.unlink(missing_ok=True)
+
+
+def test_a_job_that_runs_already(
+    single_server: TritonServer,
+    demo_engine: Callable[..., Path],
+    expected: Expected,
+    tmp_path: Path,
+) -> None:
+    """A load is refused before it runs; the job outlives the model."""
+    path = tmp_path / "socket"
+    write_repository(
+        demo_engine(tp=2), tmp_path / "models", settings=EngineSettings(job_socket=str(path))
+    )
+    target = single_server.repository / "trtree"
+    kept = target.with_name(".kept")
+    single_server.unload()
+    target.rename(kept)
+    shutil.copytree(tmp_path / "models" / "trtree", target)
+    job = None
+    try:
+        refused = single_server.http.post("/v2/repository/models/trtree/load", json={})
+        assert f"job_socket {path}: no job answers there" in refused.json()["error"]
+        launcher = Path(sys.executable).with_name("mpirun")
+        command = [launcher, "-n", "2", sys.executable, "-m", "trtree.runtime.triton_repo.job"]
+        job = subprocess.Popen([*command, "--engine", demo_engine(tp=2), "--socket", path])
+        assert within(60, path.exists)
+        assert path.stat().st_mode & 0o077 == 0
+        for _ in range(2):
+            single_server.load()
+            answer = single_server.generate(text_input=PROMPT, max_tokens=24)
+            assert answer["text_output"] == expected(PROMPT, 24)
+            single_server.unload()
+            assert job.poll() is None
+    finally:
+        if job is not None:
+            job.terminate()
+            job.wait(30)
+        shutil.rmtree(target)
+        kept.rename(target)
+        single_server.load()
 
 
 @pytest.mark.full
