@@ -32,6 +32,8 @@ _METRICS_SECONDS = 0.5
 # Request parameters that Triton's own frontends set.
 FRONTEND_PARAMETERS = ("triton_enable_empty_final_response", "binary_data_output")
 
+_log = logging.getLogger(__name__)
+
 Outputs = Mapping[str, Array]
 
 
@@ -133,14 +135,17 @@ class EngineModel(ABC):
         period = self.settings.cancellation_check_period_ms / 1000
         since = 0.0
         while not self._closing.wait(period):
-            with self._lock:
-                live = list(self._requests.values())
-            for one in live:
-                one.cancel_if_left()
             since += period
-            if since >= _METRICS_SECONDS:
-                since = 0.0
-                self._metrics.update()
+            try:
+                with self._lock:
+                    live = list(self._requests.values())
+                for one in live:
+                    one.cancel_if_left()
+                if since >= _METRICS_SECONDS:
+                    since = 0.0
+                    self._metrics.update()
+            except Exception:  # an engine that fails just now must not end the watch
+                _log.exception("the model's watch goes on")
 
 
 class _LiveRequest:

@@ -37,7 +37,14 @@ def hosted(
     """
     engine_dir = EngineDir.open(engine, verify=False)
     if settings.job_socket:
-        with _job_client(Client(settings.job_socket, "AF_UNIX")) as executors:
+        try:
+            connection = Client(settings.job_socket, "AF_UNIX")
+        except OSError as error:
+            raise RuntimeError(
+                f"job_socket {settings.job_socket}: no job answers there ({error.strerror}); start "
+                "it first: mpirun -n RANKS python -m trtree.runtime.triton_repo.job"
+            ) from None
+        with _job_client(connection) as executors:
             yield engine_dir, executors
     elif (ranks := int(engine_dir.manifest["mapping"]["world_size"])) > 1:
         with _started_job(engine_dir, ranks, settings) as executors:

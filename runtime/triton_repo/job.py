@@ -18,7 +18,7 @@ from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.runtime.distributed.job import JobError, open_job
 from trtree.runtime.executor import ExecutorConfig
 from trtree.runtime.triton_repo.remote_job import serve
-from trtree.runtime.triton_repo.settings import EngineSettings
+from trtree.runtime.triton_repo.settings import EngineSettings, SettingsError
 
 _log = logging.getLogger(__name__)
 
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    settings = EngineSettings.from_json(args.settings) if args.settings else EngineSettings()
 
     def configuration(engine: EngineDir) -> ExecutorConfig:
         return settings.executor_config(engine)
 
     try:
+        settings = EngineSettings.from_json(args.settings) if args.settings else EngineSettings()
         with open_job(
             args.engine, executor_config=configuration, num_threads=settings.threads
         ) as job:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 while True:
                     with listener.accept() as model:
                         serve(model, job.executors)
-    except (EngineDirError, JobError, OSError) as error:
+    except (EngineDirError, JobError, OSError, SettingsError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

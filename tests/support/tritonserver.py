@@ -24,6 +24,7 @@ class TritonServer(LocalServer):
     """With clients of its own. ``values`` of requests are inputs by name; lists are vectors."""
 
     def __init__(self, environment: Path, repository: Path, log: Path, **options: Any) -> None:
+        self.repository = repository
         super().__init__(environment, repository, log, **options)
         self.http = httpx.Client(base_url=self.url, timeout=60)
 

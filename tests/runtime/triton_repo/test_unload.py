@@ -1,8 +1,12 @@
 """Loading and unloading leaves nothing: no process, no shared memory, no growth."""
 
 import re
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -25,6 +29,13 @@ def shared_memory(server: TritonServer) -> set[Path]:
     return found
 
 
+def alive(process: psutil.Process) -> bool:
+    """Not ended; one that nobody has waited for yet has."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def cycle(server: TritonServer, text: str) -> None:
     """Load, answer while a client leaves, unload: nothing may be left."""
     before = {process.pid for process in server.processes()}
@@ -34,7 +45,7 @@ def cycle(server: TritonServer, text: str) -> None:
     assert processes and mapped
     assert server.generate(text_input=PROMPT, max_tokens=24)["text_output"] == text
     server.unload()
-    assert within(15, lambda: not any(p.is_running() for p in processes))
+    assert within(30, lambda: not any(map(alive, processes)))
     left = [file for file in mapped if file.exists()]
     other = shared_memory(server)  # of models that stay
     assert not set(left) - other
@@ -61,15 +72,55 @@ def test_a_server_that_is_killed_takes_its_models_along(
     server.process.kill()
     server.process.wait()
     try:
-        assert within(20, lambda: not any(p.is_running() for p in processes))
+        assert within(60, lambda: not any(map(alive, processes)))
         left = {file for file in mapped if file.exists()}
         assert not any(file.name.startswith("mpich") for file in left)
     finally:
         for process in processes:
-            if process.is_running():
+            if alive(process):
                 process.kill()
         for file in mapped:  # nobody is left who could
             file.unlink(missing_ok=True)
+
+
+def test_a_job_that_runs_already(
+    single_server: TritonServer,
+    demo_engine: Callable[..., Path],
+    expected: Expected,
+    tmp_path: Path,
+) -> None:
+    """A load is refused before it runs; the job outlives the model."""
+    path = tmp_path / "socket"
+    write_repository(
+        demo_engine(tp=2), tmp_path / "models", settings=EngineSettings(job_socket=str(path))
+    )
+    target = single_server.repository / "trtree"
+    kept = target.with_name(".kept")
+    single_server.unload()
+    target.rename(kept)
+    shutil.copytree(tmp_path / "models" / "trtree", target)
+    job = None
+    try:
+        refused = single_server.http.post("/v2/repository/models/trtree/load", json={})
+        assert f"job_socket {path}: no job answers there" in refused.json()["error"]
+        launcher = Path(sys.executable).with_name("mpirun")
+        command = [launcher, "-n", "2", sys.executable, "-m", "trtree.runtime.triton_repo.job"]
+        job = subprocess.Popen([*command, "--engine", demo_engine(tp=2), "--socket", path])
+        assert within(60, path.exists)
+        assert path.stat().st_mode & 0o077 == 0
+        for _ in range(2):
+            single_server.load()
+            answer = single_server.generate(text_input=PROMPT, max_tokens=24)
+            assert answer["text_output"] == expected(PROMPT, 24)
+            single_server.unload()
+            assert job.poll() is None
+    finally:
+        if job is not None:
+            job.terminate()
+            job.wait(30)
+        shutil.rmtree(target)
+        kept.rename(target)
+        single_server.load()
 
 
 @pytest.mark.full
