@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <iterator>
 #include <numeric>
 #include <stdexcept>
@@ -14,6 +15,9 @@
 namespace trtree {
 
 namespace {
+
+// Seconds. What is longer, infinity included, has no end: the clock could not count it.
+constexpr double kLongestWait = 1e9;
 
 const auto by_arrival = [](const auto& a, const auto& b) { return a->request_id < b->request_id; };
 
@@ -77,6 +81,7 @@ int64_t Executor::enqueue_request(Request request) {
 }
 
 std::vector<Response> Executor::await_responses(double timeout_seconds) {
+  if (std::isnan(timeout_seconds)) throw std::invalid_argument("timeout_seconds is NaN");
   const std::lock_guard lock(round_);
   std::vector<Response> responses;
   while (responses.empty()) {
@@ -88,7 +93,9 @@ std::vector<Response> Executor::await_responses(double timeout_seconds) {
       if (!await_mail(timeout_seconds)) break;
       continue;
     }
-    responses = run_round(schedule());
+    const std::vector<ActiveRequest*> scheduled = schedule();
+    publish_statistics();  // others look and queue while the round runs
+    responses = run_round(scheduled);
     retire(responses);
     publish_statistics();
   }
@@ -117,8 +124,12 @@ std::vector<RoundRecord> Executor::take_rounds() {
 bool Executor::await_mail(double timeout_seconds) {
   std::unique_lock lock(mailbox_);
   const auto some = [&] { return !arrivals_.empty() || !cancellations_.empty(); };
-  mail_.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
-                 [&] { return some() || shut_down_; });
+  const auto over = [&] { return some() || shut_down_; };
+  if (timeout_seconds > kLongestWait) {
+    mail_.wait(lock, over);
+  } else {
+    mail_.wait_for(lock, std::chrono::duration<double>(std::max(0.0, timeout_seconds)), over);
+  }
   return some();
 }
 
@@ -130,6 +141,7 @@ std::vector<Response> Executor::take_mail() {
     queue_.insert(queue_.end(), std::make_move_iterator(arrivals_.begin()),
                   std::make_move_iterator(arrivals_.end()));
     arrivals_.clear();
+    published_.queued_requests = static_cast<int32_t>(queue_.size());
     cancellations.swap(cancellations_);
     if (shut_down_) {
       for (const Requests* requests : {&queue_, &active_}) {
@@ -263,6 +275,12 @@ std::vector<ActiveRequest*> Executor::schedule() {
     rows_left -= rows;
     scheduled.push_back(request);
   }
+  requeue_preempted();
+  return scheduled;
+}
+
+// Those that lost their slot wait again, in order of arrival.
+void Executor::requeue_preempted() {
   for (auto request = active_.begin(); request != active_.end();) {
     if ((*request)->slot >= 0) {
       ++request;
@@ -272,7 +290,6 @@ std::vector<ActiveRequest*> Executor::schedule() {
     queue_.insert(at, std::move(*request));
     request = active_.erase(request);
   }
-  return scheduled;
 }
 
 // What each decoding request drafts in this round, by its policy.

@@ -95,7 +95,9 @@ class Executor {
   int64_t enqueue_request(Request request);
 
   // Run rounds until some request has news; one response per request that has. With no
-  // request left, wait for one as long as timeout_seconds, then return nothing.
+  // request left, wait for one as long as timeout_seconds, then return nothing. What an engine
+  // throws passes through, and its round has not been: the next call decodes it again. Throws
+  // std::invalid_argument for a timeout that is NaN.
   std::vector<Response> await_responses(double timeout_seconds = 0.0);
 
   // End a request before the next round; its last response says so. Unknown or finished
@@ -127,12 +129,18 @@ class Executor {
   void choose_drafting(std::span<ActiveRequest* const> requests);
   bool make_room(ActiveRequest& request, std::vector<ActiveRequest*>& scheduled);
   void preempt(ActiveRequest& request);
+  void requeue_preempted();
   void leave(ActiveRequest& request);
   void retire(const std::vector<Response>& responses);
 
   // One round: executor_round.cpp.
   struct RowOutputs;
+  struct RoundTimes;
+  class Before;
   std::vector<Response> run_round(const std::vector<ActiveRequest*>& scheduled);
+  std::vector<Response> settle(const std::vector<ActiveRequest*>& scheduled, const RowBatch& batch,
+                               const StepResult& result, const RoundTimes& times);
+  void keep(std::vector<RoundRecord> records, const RoundTimes& times);
   void draft(const std::vector<ActiveRequest*>& scheduled);
   void fit_budgets(const std::vector<ActiveRequest*>& scheduled);
   RoundLoad load_of(const std::vector<ActiveRequest*>& scheduled) const;

@@ -45,6 +45,10 @@ SegmentRequest segment_of(const ActiveRequest& request) {
 
 }  // namespace
 
+struct Executor::RoundTimes {
+  Clock::time_point started = {}, drafted = {}, stepped = {};
+};
+
 // What a step says of one request's output rows.
 struct Executor::RowOutputs {
   std::span<const int32_t> argmax;  // [outputs]
@@ -56,18 +60,62 @@ struct Executor::RowOutputs {
   }
 };
 
+// A request as it was before the round's choices were made.
+class Executor::Before {
+ public:
+  explicit Before(const ActiveRequest* request)
+      : num_tokens_(request->tokens.size()),
+        num_prompt_log_probs_(request->prompt_log_probs.size()),
+        statistics_(request->statistics) {}
+
+  void restore(ActiveRequest& request) const {
+    for (; request.tokens.size() > num_tokens_; request.tokens.pop_back()) {
+      if (uses_counts(request.request.sampling)) request.counts.take_back(request.tokens.back());
+    }
+    request.prompt_log_probs.resize(num_prompt_log_probs_);
+    request.statistics = statistics_;
+  }
+
+ private:
+  size_t num_tokens_;
+  size_t num_prompt_log_probs_;
+  RequestStatistics statistics_;
+};
+
 std::vector<Response> Executor::run_round(const std::vector<ActiveRequest*>& scheduled) {
-  const auto started = Clock::now();
+  RoundTimes times{.started = Clock::now()};
   draft(scheduled);
-  const auto drafted = Clock::now();
+  times.drafted = Clock::now();
   std::vector<SegmentRequest> segments;
   for (const ActiveRequest* request : scheduled) segments.push_back(segment_of(*request));
   const RowBatch batch(std::move(segments));
   const StepResult result = engine_.step(batch);
   check_step(result, batch, capabilities_.vocab_size);
-  const auto stepped = Clock::now();
+  times.stepped = Clock::now();
   count_step(scheduled, batch);
 
+  const std::vector<Before> before(scheduled.begin(), scheduled.end());
+  const ExecutorStatistics statistics = statistics_;
+  try {
+    return settle(scheduled, batch, result, times);
+  } catch (...) {
+    // Nobody has been told of the round's tokens, and what a commit that failed has left of
+    // the KV is not known: they are decoded again, from what was committed before.
+    statistics_ = statistics;
+    for (size_t i = 0; i < scheduled.size(); ++i) {
+      before[i].restore(*scheduled[i]);
+      preempt(*scheduled[i]);
+    }
+    requeue_preempted();
+    publish_statistics();
+    throw;
+  }
+}
+
+// Take and commit the target's choices; the responses that tell them.
+std::vector<Response> Executor::settle(const std::vector<ActiveRequest*>& scheduled,
+                                       const RowBatch& batch, const StepResult& result,
+                                       const RoundTimes& times) {
   std::vector<Commit> commits;
   std::vector<Response> responses;
   std::vector<RoundRecord> records;
@@ -89,25 +137,33 @@ std::vector<Response> Executor::run_round(const std::vector<ActiveRequest*>& sch
     Commit commit{segment.sequence, {}, request.speculative()};
     Response response = accept(request, own, commit.rows);
     if (config_.record_rounds) records.push_back(record_of(request, batch, i, commit, response));
-    request.committed_length += static_cast<int32_t>(commit.rows.size());
     commits.push_back(std::move(commit));
-    if (!response.token_ids.empty()) responses.push_back(std::move(response));
+    responses.push_back(std::move(response));
   }
   engine_.commit(commits);
-  for (ActiveRequest* request : scheduled) {
-    pages_.publish(request->lease, request->committed(), request->speculative());
+  for (size_t i = 0; i < scheduled.size(); ++i) {
+    ActiveRequest& request = *scheduled[i];
+    request.committed_length += static_cast<int32_t>(commits[i].rows.size());
+    pages_.publish(request.lease, request.committed(), request.speculative());
+    if (responses[i].token_ids.empty()) continue;
+    responses[i].prompt_log_probs = std::exchange(request.prompt_log_probs, {});
   }
+  std::erase_if(responses, [](const Response& response) { return response.token_ids.empty(); });
+  keep(std::move(records), times);
+  return responses;
+}
+
+// Records of a round that ends now, for take_rounds().
+void Executor::keep(std::vector<RoundRecord> records, const RoundTimes& times) {
+  if (records.empty()) return;
   const auto accepted = Clock::now();
   for (RoundRecord& record : records) {
-    record.draft_seconds = seconds_between(started, drafted);
-    record.step_seconds = seconds_between(drafted, stepped);
-    record.accept_seconds = seconds_between(stepped, accepted);
+    record.draft_seconds = seconds_between(times.started, times.drafted);
+    record.step_seconds = seconds_between(times.drafted, times.stepped);
+    record.accept_seconds = seconds_between(times.stepped, accepted);
   }
-  if (!records.empty()) {
-    const std::lock_guard lock(mailbox_);
-    rounds_.insert(rounds_.end(), records.begin(), records.end());
-  }
-  return responses;
+  const std::lock_guard lock(mailbox_);
+  rounds_.insert(rounds_.end(), records.begin(), records.end());
 }
 
 // How full the round is before any adaptive tree has a node.
@@ -237,9 +293,6 @@ Response Executor::accept(ActiveRequest& request, const RowOutputs& outputs,
   }
   statistics_.output_tokens += static_cast<int64_t>(response.token_ids.size());
   response.statistics = request.statistics;
-  if (!response.token_ids.empty()) {
-    response.prompt_log_probs = std::exchange(request.prompt_log_probs, {});
-  }
   return response;
 }
 

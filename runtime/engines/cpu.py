@@ -44,6 +44,9 @@ def load_cpu_engine(
 
 def _plan(engine: EngineDir, rank: int) -> cpu.Plan:
     data = engine.plan(rank)
+    _check_keys(
+        data, "plan", {"rank", "ranks", "networks", "weights", "states", "ropes", "routings"}
+    )
     plan = cpu.Plan()
     plan.directory = str(engine.path)
     plan.rank, plan.ranks = data["rank"], data["ranks"]
@@ -56,11 +59,13 @@ def _plan(engine: EngineDir, rank: int) -> cpu.Plan:
 
 
 def _network(data: dict[str, Any]) -> cpu.PlanNetwork:
+    roles = ("captured_input", "captured_output", "logits")
+    _check_keys(data, "network", {"buffers", "tensors", "ops", *roles})
     network = cpu.PlanNetwork()
     network.buffers = [_fill(cpu.PlanBuffer(), buffer) for buffer in data["buffers"]]
     network.tensors = [_fill(cpu.PlanTensor(), tensor) for tensor in data["tensors"]]
     network.ops = [_fill(cpu.PlanOp(), op, kind=cpu.OpKind) for op in data["ops"]]
-    for role in ("captured_input", "captured_output", "logits"):
+    for role in roles:
         setattr(network, role, data[role])
     return network
 
@@ -71,16 +76,22 @@ def _fill(struct: Struct, values: dict[str, Any], *, kind: Any = None) -> Struct
     Raises:
         EngineDirError: a field is missing, unknown, or of another type.
     """
-    fields = {name for name in dir(struct) if not name.startswith("_")}
-    if not isinstance(values, dict) or set(values) != fields:
-        found = set(values) if isinstance(values, dict) else {str(values)}
-        raise EngineDirError(
-            f"plan.json: {type(struct).__name__} has {sorted(found - fields)} too many and lacks "
-            f"{sorted(fields - found)}; rebuild the engine"
-        )
+    _check_keys(
+        values, type(struct).__name__, {name for name in dir(struct) if not name.startswith("_")}
+    )
     for name, value in values.items():
         try:
             setattr(struct, name, kind[value] if name == "kind" else value)
         except (KeyError, TypeError) as error:
             raise EngineDirError(f"plan.json: {name} is {value!r} ({error})") from None
     return struct
+
+
+def _check_keys(values: Any, what: str, expected: set[str]) -> None:
+    """Another version of trtree may have written others."""
+    found = set(values) if isinstance(values, dict) else {str(values)}
+    if found != expected:
+        raise EngineDirError(
+            f"plan.json: {what} has {sorted(found - expected)} too many and lacks "
+            f"{sorted(expected - found)}; rebuild the engine"
+        )

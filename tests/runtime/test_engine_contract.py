@@ -185,6 +185,15 @@ def rename_scale(plan: Any) -> None:
         op["x_scale"] = op.pop("scale")
 
 
+def without_ranks(plan: Any) -> None:
+    """As it was before plans knew ranks."""
+    del plan["rank"], plan["ranks"]
+
+
+def without_logits(plan: Any) -> None:
+    del plan["networks"]["target"]["logits"]
+
+
 def far_operand(plan: Any) -> None:
     plan["networks"]["target"]["ops"][2]["inputs"] = [9999]
 
@@ -207,6 +216,8 @@ def other_weight(plan: Any) -> None:
     ("edit", "message"),
     [
         (rename_scale, r"PlanOp has \['x_scale'\] too many and lacks \['scale'\]"),
+        (without_ranks, r"plan has \[\] too many and lacks \['rank', 'ranks'\]; rebuild"),
+        (without_logits, r"network has \[\] too many and lacks \['logits'\]"),
         (far_operand, "tensor 9999 of"),
         (wide_stride, "target: tensor 3"),
         (negative_offset, "offset -1000000000"),
