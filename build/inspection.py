@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from trtree.build import builder
-from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config, headers
+from trtree.build.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    dflash_config,
+    headers,
+    text_part,
+)
 from trtree.build.checkpoint.fused_experts import split
 from trtree.build.checkpoint.json_file import read_json
-from trtree.build.checkpoint.patterns import matcher, prediction_layers
+from trtree.build.checkpoint.patterns import left_out, matcher
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.reader import read_headers
 from trtree.build.layers import Layers
@@ -48,13 +54,15 @@ def inspect(directory: Path) -> Inspection:
     tensors = read_headers(directory)
     quantization = None
     try:
-        quantization = read_quantization(directory, config)
-        tensors = split(tensors, config)
-        left_out = matcher(prediction_layers(config))
-        used = {name: info for name, info in tensors.items() if not left_out.fullmatch(name)}
+        text = text_part.text_config(config, str(directory / "config.json"))
+        quantization = text_part.quantization(read_quantization(directory, config))
+        tensors = split(text_part.tensors(tensors), text)
+        config = text
+        ignored = matcher(left_out(config))
+        used = {name: info for name, info in tensors.items() if not ignored.fullmatch(name)}
         if len(used) < len(tensors):
             found.facts.append(
-                ("prediction layers", f"left out, {len(tensors) - len(used)} tensors")
+                ("left out", f"{len(tensors) - len(used)} tensors of prediction layers or vision")
             )
         found.problems += headers.faults(used, quantization)
     except CheckpointError as error:

@@ -183,6 +183,6 @@ def test_a_prediction_layer_left_unquantized_is_no_problem(tmp_path: Path) -> No
     found = inspect(tmp_path / "glm")
     assert found.problems == []
     facts = dict(found.facts)
-    assert facts["prediction layers"] == "left out, 1 tensors"
+    assert facts["left out"] == "1 tensors of prediction layers or vision"
     assert facts["feed-forward"] == "1 dense, 1 of 8 experts (3 used)"
     assert facts["coverage"].startswith("all ")
