@@ -43,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pause-every", type=positive, default=30, metavar="S", help="default: %(default)s"
     )
-    parser.add_argument("--max-growth-mib", type=positive, default=32, help="default: %(default)s")
+    parser.add_argument(
+        "--max-growth-mib",
+        type=positive,
+        default=64,
+        help="more than the KV pool, which takes memory as pages are first used; "
+        "default: %(default)s",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the load; default: %(default)s")
     parser.add_argument(
         "--prompts",
@@ -74,10 +80,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "minutes": args.minutes,
         "clients": args.clients,
         "modes": modes,
-        "server_at_first_pause": held[0],
-        "server_at_last_pause": held[-1],
-        "most_resident_mib": max(at["resident_mib"] for at in held),
-        "pauses": len(held),
+        "resident_mib": [at["resident_mib"] for at in held],  # at each pause
+        "open_files": [at["open_files"] for at in held],
     } | soak.figures()
 
 
@@ -91,8 +95,8 @@ async def _go(
         modes = await soak.find_modes()
         while (now := time.monotonic()) < end:
             await soak.load(min(args.pause_every, end - now))
+            await asyncio.sleep(1)  # until the server knows who has gone, and its figures say so
             await soak.wait_until_empty()
-            await asyncio.sleep(1)  # until connections are closed on both sides
             held.append(_held(process))
     return modes, held
 

@@ -1,6 +1,7 @@
 """The soak, for a second: that it runs, and that it notices what it is there for."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_another_answer_is_noticed(server: ServerProcess, monkeypatch: pytest.Mo
 def test_what_stays_in_use_is_noticed(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "temperature": 1, "n": 8}
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "temperature": 1, "n": 128}
     monkeypatch.setattr(soak, "IDLE_SECONDS", 0)
 
     async def look() -> None:
@@ -58,7 +59,8 @@ def test_what_stays_in_use_is_noticed(
 
     with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         assert response.status_code == 200
-        next(response.iter_lines())
+        while server.used_pages() == 0:  # until the first rounds are counted
+            time.sleep(0.01)
         with pytest.raises(RuntimeError, match="kv_pages_used"):
             asyncio.run(look())
     assert server.idle()

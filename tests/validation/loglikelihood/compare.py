@@ -5,8 +5,8 @@ repository's root; not part of CI. Builds the demo with bf16 activations, serves
 lm-eval's ``local-completions`` score texts.jsonl (what it records: token ids sent, echoed
 log-probs summed), and compares every sum with transformers' model of the dequantized
 weights in float32. That model in bfloat16 is compared likewise: how far two correct
-implementations are apart at this precision. lm-eval has a venv of its own (README:
-validations), as its dependencies are many.
+implementations are apart at this precision. lm-eval has a venv of its own
+(docs/serving.md), as its dependencies are many.
 """
 
 import argparse
