@@ -332,7 +332,7 @@ class Service:
                 self._respond(news.lane, response)
             if news.failure is not None:
                 for generation in news.lane.take_all():
-                    self._observe(partial(generation.fail, news.failure))
+                    self._observe(generation, partial(generation.fail, news.failure))
 
     def _log_rounds(self, news: _News) -> None:
         if self._round_log is None or not news.rounds:
@@ -347,19 +347,22 @@ class Service:
         generation = lane.find(response.request_id)
         if generation is None:
             return  # it ended with a stop string
-        finished = self._observe(partial(generation.on_response, response))
+        finished = self._observe(generation, partial(generation.on_response, response))
         if finished:
             if not response.finished:
                 lane.cancel(response.request_id)
             lane.forget(response.request_id)
 
-    def _observe(self, step: Callable[[], Finished | None]) -> bool:
+    def _observe(self, generation: Generation, step: Callable[[], Finished | None]) -> bool:
         """Whether the request has ended. A caller that cannot take its chunks ends it too."""
         try:
             finished = step()
         except Exception:  # one caller must not end the others
             _log.exception("a request's output could not be passed on")
-            return True
+            try:  # if it was the output that failed, and not the caller, that one waits
+                finished = generation.fail("the output could not be written as text")
+            except Exception:
+                return True
         if finished is not None:
             for observer in self.observers:
                 observer(finished)

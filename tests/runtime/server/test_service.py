@@ -26,8 +26,10 @@ from trtree.runtime.service import (
     choice_seeds,
 )
 from trtree.runtime.session import RequestError, Session
+from trtree.runtime.tokenizer import Tokenizer
 
 VOCAB = 300
+UNKNOWN = decode([7, 7], 20, VOCAB)[10]
 
 
 class FailingEngine(ToyEngine):
@@ -152,7 +154,27 @@ def test_a_callers_error_is_its_own(serve: Callable[..., Service]) -> None:
     service.submit(Submission(request([1, 2])), broken)
     ((_, token_ids, _),) = run(service, [Submission(request([3, 4]))])
     assert token_ids == decode([3, 4], 20, VOCAB)
-    assert len(called) == 1
+    assert [chunk.finish and chunk.finish.reason for chunk in called] == [None, "error"]
+    assert service.open_requests == 0
+
+
+class FailingTokenizer(Tokenizer):
+    """Knows one token less than the model."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        if UNKNOWN in token_ids:
+            raise KeyError(UNKNOWN)
+        return super().decode(token_ids)
+
+
+def test_an_output_without_text_ends_with_an_error(serve: Callable[..., Service]) -> None:
+    """Its caller would wait for ever."""
+    service = serve(ToyEngine(vocab=VOCAB))
+    service.tokenizer = FailingTokenizer(service.engine_dir.tokenizer_path)
+    (other,) = [p for p in range(9) if UNKNOWN not in decode([p], 20, VOCAB)][:1]
+    results = run(service, [Submission(request([7, 7])), Submission(request([other]))])
+    assert [finish.reason for _, _, finish in results] == ["error", "length"]
+    assert results[0][2].error == "the output could not be written as text"
     assert service.open_requests == 0
 
 
