@@ -126,14 +126,14 @@ def test_requests_can_be_ended_after_a_failure(call: str, by_shutdown: bool) -> 
 @pytest.mark.parametrize("bad_step", [1, 3])
 def test_a_row_that_cannot_be_sampled_undoes_the_rows_before_it(bad_step: int) -> None:
     """Penalties count each token once, and prompt log-probs are complete."""
-    sampling = SamplingConfig(frequency_penalty=1.5)
+    sampling = SamplingConfig(frequency_penalty=2.0, presence_penalty=2.0)
     outputs = OutputConfig(2, 2)
 
     def results(bad: int) -> object:
         executor = Executor(ToyLogits(ToyEngine(), nan_at_step=bad))
         for prompt in PROMPTS:
             executor.enqueue_request(
-                Request(prompt, 60, sampling=sampling, speculative=MODES[2], output=outputs)
+                Request(prompt, 120, sampling=sampling, speculative=MODES[2], output=outputs)
             )
         tokens: dict[int, list[int]] = {}
         log_probs: dict[int, list[float]] = {}

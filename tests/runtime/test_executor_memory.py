@@ -103,6 +103,7 @@ def test_a_warm_prefix_is_not_computed_again(page_size: int, mode: SpeculativeCo
     # All but the last token, in whole pages; the drafter's context comes with them, or the
     # toy engine would find a hole.
     assert warm.statistics.cached_tokens == 99 // page_size * page_size
+    assert executor.latest_statistics().cached_prompt_tokens == warm.statistics.cached_tokens
     assert sum(b.num_rows for b in engine.batches) == rows - warm.statistics.cached_tokens
     assert warm.statistics.acceptance_length == cold.statistics.acceptance_length
 
