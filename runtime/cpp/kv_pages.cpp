@@ -16,16 +16,14 @@ KvPages::KvPages(int32_t num_pages, int32_t page_size, bool reuse)
 
 int32_t KvPages::acquire_prefix(Lease& lease, std::span<const int32_t> tokens, bool with_drafter) {
   if (!reuse_) return 0;
-  ++clock_;
   for (size_t first = 0; first + page_size_ <= tokens.size(); first += page_size_) {
     const auto& children = nodes_.at(lease.tip).children;
     const auto begin = tokens.begin() + static_cast<int64_t>(first);
     const auto found = children.find({begin, begin + page_size_});
     if (found == children.end()) break;
-    Node& node = nodes_.at(found->second);
+    const Node& node = nodes_.at(found->second);
     if (with_drafter && !node.with_drafter) break;
     read(node.page);
-    node.last_used = clock_;
     lease.pages.push_back(node.page);
     lease.tip = found->second;
     ++lease.published;

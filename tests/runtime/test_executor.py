@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toy_engine import ToyEngine, decode
+from toy_engine import ToyEngine, ToyLogits, decode, next_token
 from trtree import _core
 from trtree.runtime.executor import (
     DecodingMode,
@@ -328,3 +328,25 @@ def test_an_engine_error_reaches_the_caller():
     executor.enqueue_request(Request([1]))
     with pytest.raises(FloatingPointError, match="NaN"):
         executor.await_responses()
+
+
+@pytest.mark.parametrize("mode", [DecodingMode.PLAIN, DecodingMode.CHAIN, DecodingMode.TREE])
+def test_penalties_count_the_output_along_the_accepted_path(mode: DecodingMode) -> None:
+    prompt, expected, vocab = [1, 2, 3, 1], [], 13
+    for _ in range(60):
+        logits = [0.0] * vocab
+        logits[next_token([*prompt, *expected], vocab)] = ToyLogits.HEIGHT
+        penalized = [
+            logit - 1.5 * expected.count(token) - 0.5 * (token in expected)
+            for token, logit in enumerate(logits)
+        ]
+        expected.append(penalized.index(max(penalized)))
+    assert expected != decode(prompt, 60, vocab)
+    executor = Executor(ToyLogits(ToyEngine(vocab=vocab)))
+    sampling = SamplingConfig(frequency_penalty=1.5, presence_penalty=0.5)
+    config = SpeculativeConfig(mode, tree_budget=16)
+    executor.enqueue_request(Request(prompt, 60, sampling=sampling, speculative=config))
+    tokens: list[int] = []
+    while responses := executor.await_responses():
+        tokens += responses[0].token_ids
+    assert tokens == expected

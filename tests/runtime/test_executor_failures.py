@@ -3,10 +3,9 @@
 import threading
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from toy_engine import ToyEngine, decode
+from toy_engine import ToyEngine, ToyLogits, decode
 from trtree import _core
 from trtree.runtime.executor import (
     CapacitySchedulerPolicy,
@@ -124,44 +123,17 @@ def test_requests_can_be_ended_after_a_failure(call: str, by_shutdown: bool) -> 
     assert after.active_requests == after.queued_requests == 0
 
 
-class FailingLogits(_core.Engine):
-    """Every logit row favours one token after the next; one of them overflows, once."""
-
-    def __init__(self, engine: ToyEngine, bad_step: int) -> None:
-        super().__init__()
-        self.engine = engine
-        self.left = bad_step
-
-    def capabilities(self) -> _core.Capabilities:
-        return self.engine.capabilities()
-
-    def step(self, batch: _core.RowBatch) -> _core.StepResult:
-        argmax = self.engine.step(batch).argmax
-        logits = np.zeros((len(argmax), self.engine.c.vocab_size), np.float32)
-        logits[np.arange(len(argmax)), argmax] = 8.0
-        self.left -= 1
-        if self.left == 0:
-            logits[len(argmax) // 2 :, 0] = np.nan
-        return _core.StepResult(argmax, logits.reshape(-1))
-
-    def commit(self, commits: Sequence[_core.Commit]) -> None:
-        self.engine.commit(commits)
-
-    def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:
-        return self.engine.draft(requests, top_k)
-
-
 @pytest.mark.parametrize("bad_step", [1, 3])
 def test_a_row_that_cannot_be_sampled_undoes_the_rows_before_it(bad_step: int) -> None:
     """Penalties count each token once, and prompt log-probs are complete."""
-    sampling = SamplingConfig(temperature=1.0, frequency_penalty=2.0, seed=3)
+    sampling = SamplingConfig(frequency_penalty=2.0, presence_penalty=2.0)
     outputs = OutputConfig(2, 2)
 
     def results(bad: int) -> object:
-        executor = Executor(FailingLogits(ToyEngine(), bad))
+        executor = Executor(ToyLogits(ToyEngine(), nan_at_step=bad))
         for prompt in PROMPTS:
             executor.enqueue_request(
-                Request(prompt, 12, sampling=sampling, speculative=MODES[2], output=outputs)
+                Request(prompt, 120, sampling=sampling, speculative=MODES[2], output=outputs)
             )
         tokens: dict[int, list[int]] = {}
         log_probs: dict[int, list[float]] = {}

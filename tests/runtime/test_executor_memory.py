@@ -103,6 +103,7 @@ def test_a_warm_prefix_is_not_computed_again(page_size: int, mode: SpeculativeCo
     # All but the last token, in whole pages; the drafter's context comes with them, or the
     # toy engine would find a hole.
     assert warm.statistics.cached_tokens == 99 // page_size * page_size
+    assert executor.latest_statistics().cached_prompt_tokens == warm.statistics.cached_tokens
     assert sum(b.num_rows for b in engine.batches) == rows - warm.statistics.cached_tokens
     assert warm.statistics.acceptance_length == cold.statistics.acceptance_length
 
@@ -164,6 +165,35 @@ def test_a_long_prompt_is_not_starved_by_decoding_requests() -> None:
     while all(r.request_id != late for r in executor.await_responses()):
         rounds += 1
     assert rounds < 10
+
+
+def test_a_late_prompt_leaves_half_the_rows_to_decoding_requests() -> None:
+    engine = ToyEngine(max_num_rows=34, verify_width=17)
+    executor = Executor(engine)
+    for i in range(2):  # their trees fill every step
+        executor.enqueue_request(Request([i], 200, speculative=tree(16)))
+    executor.await_responses()
+    late = executor.enqueue_request(Request([7] * 100, 1, speculative=PLAIN))
+    engine.batches.clear()
+    while all(r.request_id != late for r in executor.await_responses()):
+        pass
+    for batch in engine.batches:
+        assert any(segment.sequence.request_id != late for segment in batch.segments)
+
+
+def test_a_preempted_request_is_not_overtaken() -> None:
+    executor = Executor(
+        ToyEngine(page_size=1, num_pages=100, max_batch_size=2),
+        ExecutorConfig(kv_cache_config=KvCacheConfig(enable_block_reuse=False)),
+    )
+    specs = [([1], 70), ([2] * 20, 40), ([3], 2)]
+    ids = [executor.enqueue_request(Request(p, n, speculative=PLAIN)) for p, n in specs]
+    ended = []
+    while responses := executor.await_responses():
+        ended += [r.request_id for r in responses if r.finished]
+    assert executor.latest_statistics().preemptions == 1
+    # The third begins behind the second, so not before the first has made room.
+    assert ended == [ids[0], ids[2], ids[1]]
 
 
 def test_a_full_queue_refuses_and_empties_again() -> None:

@@ -19,6 +19,7 @@ from trtree.runtime.executor import (
 
 DRAFT = [(1.0, 0.5), (8.0, 0.5)]
 # Rows that cost nothing more, and rows that cost as much as a whole pass each.
+SOME_ROWS = _core.CostModel([(1.0, 10.0), (512.0, 400.0)], DRAFT, 0.0)
 FREE_ROWS = _core.CostModel([(1.0, 10.0), (512.0, 10.0)], DRAFT, 0.0)
 DEAR_ROWS = _core.CostModel([(1.0, 10.0), (2.0, 20.0), (512.0, 5120.0)], DRAFT, 0.0)
 
@@ -90,6 +91,34 @@ def test_budgets_follow_what_rows_cost() -> None:
     dear = nodes_per_round(DEAR_ROWS, BudgetPolicy.ADAPTIVE, 1)
     assert free > 20
     assert dear < 1
+
+
+def test_adaptive_trees_share_the_rows_of_a_step() -> None:
+    engine = ToyEngine(max_num_rows=20, verify_width=17)  # which refuses more
+    executor = Executor(engine, ExecutorConfig(cost_model=FREE_ROWS))
+    asked = speculative(BudgetPolicy.ADAPTIVE)
+    run(executor, [Request([i], 30, speculative=asked) for i in range(4)])
+    assert max(batch.num_rows for batch in engine.batches) == 20
+
+
+def test_outputs_that_end_early_say_nothing_of_the_nodes_behind() -> None:
+    """A stop token is no rejection: the next requests draft as if it had not been."""
+    prompts = [[i, 7, i] for i in range(13)]
+    drafted = []
+    for stopped in (False, True):
+        executor = Executor(ToyEngine(), ExecutorConfig(cost_model=SOME_ROWS))
+        asked = speculative(BudgetPolicy.ADAPTIVE)
+        if stopped:  # at the first token of their first tree
+            outputs = [decode(prompt, 2, 13) for prompt in prompts]
+            stops = [second for first, second in outputs if first != second]
+            assert len(stops) > 8
+            for prompt, (first, second) in zip(prompts, outputs, strict=True):
+                if first != second:
+                    run(executor, [Request(prompt, 30, [second], speculative=asked)])
+        before = executor.latest_statistics().drafted_tokens
+        run(executor, [Request([5], 12, speculative=asked)])
+        drafted.append(executor.latest_statistics().drafted_tokens - before)
+    assert drafted[0] == drafted[1] > 0
 
 
 def test_budgets_fall_with_the_number_of_requests() -> None:
