@@ -12,7 +12,7 @@ reach the replica's other ranks. Nothing is spawned: mpirun starts every rank.
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from trtree import _core
@@ -31,6 +31,7 @@ from trtree.runtime.executor import Executor, ExecutorConfig, executor_config
 __all__ = ["ExecutorLike", "Job", "JobError", "Layout", "open_job"]
 
 START_TIMEOUT = 600.0  # seconds that rank 0 waits for all ranks to load their weights
+END_TIMEOUT = 20.0  # seconds that rank 0 waits for the others once no more requests are taken
 MakeConfig = Callable[[EngineDir], ExecutorConfig]
 
 
@@ -60,6 +61,10 @@ class Job:
     def health(self) -> list[int]:
         """On rank 0: the ranks that have fallen silent; none if all is well."""
         return []
+
+    def ending(self) -> AbstractContextManager[object]:
+        """Around what waits for engines to stop: a rank that does not answer ends the job."""
+        return nullcontext()
 
     def close(self) -> None:
         """End what requests there are, and let every rank go."""
@@ -115,9 +120,16 @@ class RankJob(Job):
     def health(self) -> list[int]:
         return self._heartbeats.lost()
 
+    def ending(self) -> AbstractContextManager[object]:
+        message = f"error: after {END_TIMEOUT:.0f} s, a rank has not let go; ending the job"
+        return distributed.Watchdog(END_TIMEOUT, message)
+
     def close(self) -> None:
-        if not self.is_leader:
-            return  # work() has returned, or the world's guard ends the job
+        if self.is_leader:  # work() has returned on others, or the world's guard ends the job
+            with self.ending():
+                self._close()
+
+    def _close(self) -> None:
         if isinstance(self._engine, distributed.LeaderEngine) and self._engine.failed:
             self._world.abort("its engine failed, and the other ranks may wait for it")
         super().close()

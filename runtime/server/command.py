@@ -100,7 +100,8 @@ def _lead(job: Job, options: ServeOptions, sock: socket.socket, api_key: str | N
     try:
         return _serve(options, service, health, sock, api_key)
     finally:
-        service.close()
+        with job.ending():
+            service.close()
         if trace is not None:
             trace.close()
 
