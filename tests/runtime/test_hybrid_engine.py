@@ -314,7 +314,7 @@ def test_the_plan_names_memory_per_request(build: Build) -> None:
         checkpoint=engine.path.parent / "3.5.None", output=engine.path, max_batch_size=8
     )
     rows = dict(memory_plan(builder.describe(options)))
-    assert rows["recurrent state, 8 requests of 10.2 KiB"] == "82.0 KiB"
+    assert rows["recurrent state, 8 x 10.2 KiB"] == "82.0 KiB"
     # A row keeps its convolution's input, key, update and decay.
     per_row = 4 * (192 + 32 + 128 + 4)
     assert f"rows of {per_row / 1024:.1f} KiB" in next(name for name in rows if "kept" in name)

@@ -234,6 +234,6 @@ def test_a_plan_is_checked_before_it_runs(
     if kind:
         changed = next(op for op in plan["networks"]["target"]["ops"] if op["kind"] == kind)
     changed[field] = stacks[0] if value == "experts" else value
-    monkeypatch.setattr(EngineDir, "plan", lambda self: plan)
+    monkeypatch.setattr(EngineDir, "plan", lambda *_: plan)
     with pytest.raises(ValueError, match=message):
         load_cpu_engine(engine)
