@@ -317,4 +317,4 @@ def test_the_plan_names_memory_per_request(build: Build) -> None:
     assert rows["recurrent state, 8 x 10.2 KiB"] == "82.0 KiB"
     # A row keeps its convolution's input, key, update and decay.
     per_row = 4 * (192 + 32 + 128 + 4)
-    assert f"rows of {per_row / 1024:.1f} KiB" in next(name for name in rows if "kept" in name)
+    assert f"rows x {per_row / 1024:.1f} KiB" in next(name for name in rows if "kept" in name)
