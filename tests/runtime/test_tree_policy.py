@@ -217,8 +217,8 @@ def test_drafting_stops_where_it_cannot_pay_and_is_tried_again() -> None:
     assert [i for i, yes in enumerate(asked) if yes] == [interval * n - 1 for n in (1, 2, 3)]
 
     # A dear drafter is tried less often: a probe takes 1% of the time.
-    dear = AdaptiveBudget(CostModel([(1, 1.0), (2, 2.0)], [(1, 5.0)]))
-    dear.choose(load, [likely._tree] * 32)
+    dear = AdaptiveBudget(CostModel([(1, 1.0), (2, 1.2)], [(1, 5.0)]))
+    dear.choose(load, [unlikely._tree] * 32)
     asked = [dear.should_draft(load) for _ in range(1100)]
     assert [i for i, yes in enumerate(asked) if yes] == [499, 999]
 
