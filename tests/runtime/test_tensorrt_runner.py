@@ -5,11 +5,11 @@ else in its step, so padding, batch shape and tree must not show in the tokens.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
+from engines import DEMO_VOCAB, ROOT, demo_text
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
 from trtree import _core
 from trtree.build.options import read_options
@@ -17,7 +17,6 @@ from trtree.runtime.engines.tensorrt import TensorRTEngine
 from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
 from trtree.runtime.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
 CHAIN = SpeculativeConfig(DecodingMode.CHAIN)
 TREE = SpeculativeConfig(DecodingMode.TREE, tree_budget=16)
@@ -39,11 +38,11 @@ def evaluated() -> Evaluated:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Tokens of text that the pair knows: the demo's prompts and licence text cut in pieces."""
+    """Tokens of text that the pair knows: the demo's prompts, and others like them in pieces."""
     tokenizer = Tokenizer(ROOT / "configs" / "demo" / "target_nvfp4")
     lines = (ROOT / "configs" / "demo" / "prompts.txt").read_text().splitlines()
     encoded = [tokenizer.encode(line) for line in lines if line.strip()]
-    words = tokenizer.encode((ROOT / "LICENSE").read_text())
+    words = tokenizer.encode(demo_text(20))
     while len(encoded) < count:
         start = 61 * len(encoded) % (len(words) - 40)
         encoded.append(words[start : start + 3 + len(encoded)])
@@ -141,7 +140,7 @@ def test_commit_moves_the_accepted_rows_of_every_layer(evaluated: Evaluated) -> 
     expected = cache[:, 2, :, [0, 2, 3]].clone()
     engine.commit([_core.Commit(at, [0, 2, 3])])
     assert torch.equal(cache[:, 2, :, :3], expected)
-    assert len(cache) == 8  # four layers' keys and values
+    assert len(cache) == 12  # six layers' keys and values
 
 
 def test_what_it_refuses(evaluated: Evaluated) -> None:
@@ -173,7 +172,7 @@ def test_logits_of_rows_that_want_them(evaluated: Evaluated) -> None:
         ]
     )
     result = engine.step(batch)
-    logits = result.logits.reshape(2, 2048)
+    logits = result.logits.reshape(2, DEMO_VOCAB)
     assert result.argmax[:2].tolist() == logits.argmax(-1).tolist()
 
 

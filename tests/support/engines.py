@@ -1,5 +1,7 @@
 """Engines and checkpoints for tests."""
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,23 @@ from trtree.build import builder
 from trtree.build.checkpoint import QuantizationConfig
 from trtree.build.checkpoint.write import DEFAULT_EXCLUDE, quantize_state_dict, write_checkpoint
 from trtree.build.options import read_options
+from trtree.runtime.bench.train_demo.text import conversations
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo"
+DEMO_VOCAB: int = json.loads((DEMO / "target_nvfp4" / "config.json").read_text())["vocab_size"]
 
 
 def build_demo(output: Path, **options: Any) -> Path:
     """The demo engine at ``output``, with these build options changed."""
     chosen = read_options(ROOT / "configs" / "demo.yaml")
     return builder.write(builder.describe(chosen.with_changes({"output": output, **options})))
+
+
+def demo_text(count: int) -> str:
+    """That many conversations of the kind the demo pair knows, new to it."""
+    found = itertools.islice(conversations(seed=3, held_out=True), count)
+    return "\n".join(f"{c.question}\n{c.answer}" for c in found)
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

@@ -30,11 +30,11 @@ def check_pair(
 ) -> dict[str, float]:
     """Compare both networks with their references in float32, on dequantized weights.
 
-    shapes: the target's and the drafter's. Greedy text of z-lab's chain must be the text of
-    plain decoding.
+    shapes: the target's and the drafter's. Returns the largest differences, and in how many
+    texts z-lab's greedy chain differs from plain decoding.
 
     Raises:
-        ValueError: a difference above TOLERANCE, or a text that differs.
+        ValueError: a difference above TOLERANCE.
     """
     target = load_target(target_folder, shapes[0], Precision.FLOAT)
     drafter = load_drafter(drafter_folder, shapes[1])
@@ -46,7 +46,7 @@ def check_pair(
         ids = torch.tensor([prompt])
         states, captured = target(ids, TAPS)
         logits = target.logits(states)
-        found["target_logits"] = max(found["target_logits"], largest(logits, reference(ids).logits))
+        differences = {"target_logits": largest(logits, reference(ids).logits)}
         context = len(prompt) - 1
         block = blocks_of(target, ids[:, context])
         theirs = published(
@@ -55,13 +55,14 @@ def check_pair(
             target_hidden=captured[:, :context],
         )
         ours = drafter(captured[:, :context], block[:, None], torch.tensor([[context]]))[:, 0]
-        found["drafter_hidden"] = max(found["drafter_hidden"], largest(ours, theirs))
+        differences["drafter_hidden"] = largest(ours, theirs)
+        for name, value in differences.items():
+            if not value <= TOLERANCE:  # NaN fails too
+                raise ValueError(f"{name} differs by {value}, more than {TOLERANCE}")
+            found[name] = max(found[name], value)
         plain = reference.generate(
             ids, max_new_tokens=64, do_sample=False, eos_token_id=[IM_END, END], pad_token_id=END
         )
         drafted = dflash_generate(published, reference, ids, 64, [IM_END, END], 0.0)
         differ += not torch.equal(drafted, plain)
-    for name, value in found.items():
-        if value > TOLERANCE:
-            raise ValueError(f"{name} differs by {value}, more than {TOLERANCE}")
     return {**found, "published_differ": differ, "published_texts": len(prompts)}

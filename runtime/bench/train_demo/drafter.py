@@ -26,7 +26,7 @@ class DrafterRecipe:
     cross-entropy of the target's token, else of its distribution.
     """
 
-    steps: int = 600
+    steps: int = 400
     batch: int = 6
     anchors: int = 32
     workers: int = 2
@@ -39,20 +39,42 @@ class DrafterRecipe:
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """ids [B, T]; anchors [B, A], the seeds' positions; labels [B, A, S-1], -1 behind the
-    answer's end."""
+class States:
+    """What the target computes over rows: tapped residuals captured [n, T, taps*H] and normed
+    last states hidden [n, T, H], both bf16."""
 
-    ids: Tensor
+    captured: Tensor
+    hidden: Tensor
+
+
+@torch.no_grad()
+def read(target: Target, ids: Tensor) -> States:
+    """The target's states over ids [n, T]."""
+    found = []
+    for part in torch.split(ids, 8):
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden, captured = target(part, TAPS)
+        found.append((captured.bfloat16(), hidden.bfloat16()))
+    captured, hidden = zip(*found, strict=True)
+    return States(torch.cat(captured), torch.cat(hidden))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """picks [B], the rows; seeds [B, A]; anchors [B, A], the seeds' positions; labels
+    [B, A, S-1], -1 behind the answer's end."""
+
+    picks: Tensor
+    seeds: Tensor
     anchors: Tensor
     labels: Tensor
 
 
 def draw(rows: Rows, batch: int, count: int, generator: torch.Generator) -> Rounds:
     """`count` rounds in the answers of each of `batch` rows drawn by chance."""
-    picks = torch.randperm(len(rows.ids), generator=generator)[:batch].numpy()
-    ids = torch.from_numpy(rows.ids[picks].astype(np.int64))
-    answers = torch.from_numpy(rows.answers[picks])
+    picks = torch.randperm(len(rows.ids), generator=generator)[:batch]
+    ids = torch.from_numpy(rows.ids[picks.numpy()].astype(np.int64))
+    answers = torch.from_numpy(rows.answers[picks.numpy()])
     # A round needs a seed and one more token of the answer.
     seeds = (answers[:, :-1] & answers[:, 1:]).float()
     anchors = torch.multinomial(seeds, count, replacement=True, generator=generator)
@@ -62,7 +84,8 @@ def draw(rows: Rows, batch: int, count: int, generator: torch.Generator) -> Roun
     slots = slots.clamp(max=length - 1)
     row = torch.arange(batch)[:, None, None]
     inside = (inside & answers[row, slots]).int().cumprod(dim=-1).bool()
-    return Rounds(ids, anchors, torch.where(inside, ids[row, slots], -1))
+    labels = torch.where(inside, ids[row, slots], -1)
+    return Rounds(picks, ids.gather(1, anchors), anchors, labels)
 
 
 def blocks_of(target: Target, seeds: Tensor) -> Tensor:
@@ -72,20 +95,25 @@ def blocks_of(target: Target, seeds: Tensor) -> Tensor:
     return F.embedding(ids, target.embed)
 
 
-def draft_loss(drafter: Drafter, target: Target, rounds: Rounds, recipe: DrafterRecipe) -> Tensor:
-    """Slot-weighted cross-entropy on the target's tokens and distributions."""
+def draft_loss(
+    drafter: Drafter,
+    target: Target,
+    rounds: Rounds,
+    captured: Tensor,
+    teacher: Tensor,
+    recipe: DrafterRecipe,
+) -> Tensor:
+    """Slot-weighted cross-entropy on the target's tokens and distributions.
+
+    captured [B, T, taps*H]; teacher [B, A, S-1, H], the target's states before each label.
+    """
     with torch.autocast("cpu", torch.bfloat16):
-        with torch.no_grad():
-            states, captured = target(rounds.ids, TAPS)
-            row = torch.arange(len(rounds.ids))[:, None, None]
-            slots = rounds.anchors[..., None] + torch.arange(BLOCK_SIZE - 1)
-            slots = slots.clamp(max=rounds.ids.shape[1] - 1)
-            teacher = target.logits(states[row, slots])
-        seeds = rounds.ids.gather(1, rounds.anchors)
-        hidden = drafter(captured, blocks_of(target, seeds), rounds.anchors)[:, :, 1:]
+        blocks = blocks_of(target, rounds.seeds)
+        hidden = drafter(captured, blocks, rounds.anchors)[:, :, 1:]
         log_probs = torch.log_softmax(target.logits(hidden), dim=-1)
+        expected = torch.softmax(target.logits(teacher), dim=-1)
     token = -log_probs.gather(-1, rounds.labels.clamp(min=0)[..., None])[..., 0]
-    spread = -(torch.softmax(teacher, dim=-1) * log_probs).sum(dim=-1)
+    spread = -(expected * log_probs).sum(dim=-1)
     loss = recipe.token_share * token + (1 - recipe.token_share) * spread
     weight = recipe.slot_decay ** torch.arange(BLOCK_SIZE - 1) * (rounds.labels >= 0)
     return (loss * weight).sum() / weight.sum()
@@ -137,11 +165,18 @@ def _train(
     start_from(drafter, target)
     chosen = optimizers(drafter, recipe.muon_lr, recipe.adam_lr)
     compiled = torch.compile(draft_loss, dynamic=False)
+    own = slice(rank, None, recipe.workers)
+    rows = Rows(rows.ids[own], rows.answers[own])
+    states = read(target, torch.from_numpy(rows.ids.astype(np.int64)))
     stream = rounds_stream(rows, recipe, seed=2 + rank)
     began = time.monotonic()
     for step in range(recipe.steps):
         set_rate(chosen, schedule(step, recipe.steps, recipe.warmup, recipe.decay))
-        loss = compiled(drafter, target, next(stream), recipe)
+        rounds = next(stream)
+        captured = states.captured[rounds.picks]
+        slots = rounds.anchors[..., None] + torch.arange(BLOCK_SIZE - 1)
+        teacher = states.hidden[rounds.picks[:, None, None], slots.clamp(max=captured.shape[1] - 1)]
+        loss = compiled(drafter, target, rounds, captured, teacher, recipe)
         loss.backward()  # type: ignore[no-untyped-call]
         average_gradients(drafter)
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
@@ -161,7 +196,7 @@ def train_drafter(
 ) -> Drafter:
     """Train a drafter that starts as the target's last layers; the target stays as it is.
 
-    Its weights are also written to `weights`.
+    Every worker learns from rows of its own. The weights are also written to `weights`.
     """
     run_workers(_train, recipe.workers, target, rows, recipe, shape, weights)
     drafter = Drafter(shape)

@@ -42,7 +42,7 @@ class Plan:
     tokenizer_texts: int = 12000
     target: Shape = TARGET
     target_recipe: TargetRecipe = field(default_factory=TargetRecipe)
-    rollouts: int = 1600
+    rollouts: int = 800
     sampled_share: float = 0.3
     drafter: Shape = DRAFTER
     drafter_recipe: DrafterRecipe = field(default_factory=DrafterRecipe)
@@ -165,6 +165,7 @@ def describe_text(
     plan: Plan, text: Corpus, windows: np.ndarray[Any, np.dtype[np.uint64]]
 ) -> dict[str, Any]:
     """What the model card says of the text and the networks' sizes."""
+    recipe = plan.target_recipe
     real = [d.ids[d.answer :] for d in text.held_out]
     keys = [data.window_keys(ids) for ids in real]
     seen = np.concatenate([data.seen_in_training(ids, windows) for ids in real])
@@ -174,6 +175,7 @@ def describe_text(
         "families": len(FAMILIES),
         "training_conversations": len(text.training),
         "training_tokens": sum(len(d.ids) for d in text.training) / 1e6,
+        "read_tokens": recipe.steps * recipe.batch * recipe.workers * data.ROW / 1e6,
         "real_seen": float(seen.mean()),
         "own_repetition": 1 - sum(len(np.unique(k)) for k in keys) / sum(map(len, keys)),
         "target_parameters": sum(p.numel() for p in Target(plan.target).parameters()) / 1e6,

@@ -42,19 +42,20 @@ def table(figures: dict[str, Any]) -> str:
 
 CARD = """# Demo pair: a clerk
 
-A tiny Qwen3 target in NVFP4 (`target_nvfp4/`, {target_parameters:.2f} M parameters) and its DFlash
-drafter (`drafter/`, {drafter_parameters:.2f} M parameters, block 8, {drafter_layers} layers). It
-turns what it is given into JSON, tables, invoices, letters, SQL, Python classes, YAML, sorted
-lists, sums, routes and short stories. It exists to try and test draft-tree speculative decoding on
-any machine, with acceptance that a model earns rather than remembers.
+A tiny Qwen3 target in NVFP4 (`target_nvfp4/`, {target_parameters:.2f} M parameters) and its
+DFlash drafter (`drafter/`, {drafter_parameters:.2f} M parameters, block 8, layers:
+{drafter_layers}). It turns what it is given into JSON, tables, invoices, letters, SQL, Python
+classes, YAML, sorted lists, sums, routes and short stories. It exists to try and test draft-tree
+speculative decoding on any machine, on text that it cannot know by heart.
 
 ## Data and licence
 Trained from random weights on text that the scripts make themselves
 (`runtime/bench/train_demo/text.py`): {training_conversations} conversations of {families} kinds,
-{training_tokens:.2f} M tokens; SHA-256 of the text `{digest}`. No text, name or list was taken from
-elsewhere; people, towns and things are invented. Two conversations in three stand in the chat
-template's marks, the others plainly, the question on one line. Text, scripts and weights are
-{licence}.
+{training_tokens:.2f} M tokens, of which the target's training reads {read_tokens:.2f} M. SHA-256:
+`{digest}`.
+No text, name or list was taken from elsewhere; people, towns and things are invented. Two
+conversations in three stand in the chat template's marks, the others plainly, the question on one
+line. Text, scripts and weights are {licence}.
 
 ## Making
 `python -m trtree.runtime.bench.train_demo --out DIR` (needs the `oracle` extra) makes the pair from
@@ -66,11 +67,11 @@ still depend on the machine.
 ## Figures
 Tokens per target pass (accepted drafts + 1), mean ± standard deviation over {seeds} seeds of
 {prompts} held-out questions, answered to their end or {continuation} tokens. {held_out_percent}% of
-all names, towns, things and codes are kept for the held-out text, so it speaks of nothing that
-occurs in training; phrases and forms are shared, which is why {real_seen:.0%} of the 8-token
-windows of its answers occur there. w4a4 is the checkpoint's own algorithm; w4a16 keeps activations
-in bf16. "One round after real text": the prompt ends inside a held-out conversation's own answer,
-at {real_points} places of each, and the target goes on greedily.
+all names, towns, things and codes are kept for the held-out text; phrases and forms are shared with
+the training text, so that {real_seen:.0%} of the 8-token windows of its answers occur there. w4a4
+is the checkpoint's own algorithm; w4a16 keeps activations in bf16. "One round after real text": the
+prompt ends inside a held-out conversation's own answer, at {real_points} places of each, and the
+target goes on greedily.
 
 {table}
 
@@ -89,9 +90,10 @@ Greedy (w4a4):
 {samples}
 
 ## Limits
-It knows the kinds of question above and nothing else: no facts, no open conversation. Arithmetic
-and counting go wrong now and then. Trained on {row} tokens of context (positions are configured up
-to 2,048). Its text is regular, so acceptance is higher than a general model's on open text.
+It knows the kinds of question above and nothing else: no facts, no open conversation. It copies
+well; sums, sorting, and which field belongs to what often go wrong. Trained on {row} tokens of
+context (positions are configured up to 2,048). Its text is regular, so acceptance is higher than a
+general model's on open text.
 """
 
 

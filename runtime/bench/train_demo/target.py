@@ -24,14 +24,14 @@ class TargetRecipe:
     The learning rates rise over `warmup` steps and fall over the last `decay` share.
     """
 
-    steps: int = 900
-    float_steps: int = 720
+    steps: int = 600
+    float_steps: int = 470
     batch: int = 6
     workers: int = 2
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
     warmup: int = 30
-    decay: float = 0.5
+    decay: float = 0.33
 
 
 def schedule(step: int, steps: int, warmup: int, decay: float) -> float:
