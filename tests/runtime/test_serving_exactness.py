@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from engines import DEMO_VOCAB
 from steps import prefill
 from trtree import _core
 from trtree._core import sampler
@@ -28,7 +29,7 @@ from trtree.runtime.executor import (
     TreeKind,
 )
 
-VOCAB = 2048
+VOCAB = DEMO_VOCAB
 PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
 CHAIN = SpeculativeConfig(DecodingMode.CHAIN)
 

@@ -7,6 +7,7 @@ Everything else is as in test_tensorrt_runner.py.
 import pytest
 import torch
 
+from engines import DEMO_VOCAB
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
 from runner_checks import (
     CHAIN,
@@ -146,7 +147,7 @@ def test_logits_of_rows_that_want_them(evaluated: Evaluated) -> None:
         ]
     )
     result = engine.step(batch)
-    logits = result.logits.reshape(2, 2048)
+    logits = result.logits.reshape(2, DEMO_VOCAB)
     assert result.argmax[1:].tolist() == logits.argmax(-1).tolist()
 
 

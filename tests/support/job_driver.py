@@ -253,7 +253,7 @@ def _churn(executor: ExecutorLike, seed: int) -> None:
     def client(number: int) -> None:
         rng = random.Random(10 * seed + number)
         while time.monotonic() < stop:
-            prompt = [rng.randrange(2048) for _ in range(rng.randrange(1, 40))]
+            prompt = [rng.randrange(vocab) for _ in range(rng.randrange(1, 40))]
             speculative = SpeculativeConfig(rng.choice(MODES), tree_budget=8)
             request = Request(prompt, rng.randrange(1, 30), speculative=speculative)
             with suppress(QueueFullError):
