@@ -35,6 +35,8 @@ EXCLUDE = (
     "*.in_proj_ba",
 )
 DEMO_VOCAB: int = json.loads((DEMO / "target_nvfp4" / "config.json").read_text())["vocab_size"]
+# Questions that the demo pair knows how to answer: all but the last in more than 70 tokens.
+DEMO_PROMPTS = (DEMO / "prompts.txt").read_text().splitlines()
 
 
 def build_demo(output: Path, **options: Any) -> Path:

@@ -28,7 +28,8 @@ from trtree.runtime.executor import (
     SpeculativeConfig,
 )
 
-PROMPTS = [[5, 17, 300, 9], [44] * 30, [2047, 0, 1], [12, 13, 14, 15, 16]]
+VOCAB = 1024  # the demo's
+PROMPTS = [[5, 17, 300, 9], [44] * 30, [1023, 0, 1], [12, 13, 14, 15, 16]]
 MODES = [DecodingMode.TREE, DecodingMode.PLAIN, DecodingMode.CHAIN, DecodingMode.TREE]
 
 
@@ -253,7 +254,7 @@ def _churn(executor: ExecutorLike, seed: int) -> None:
     def client(number: int) -> None:
         rng = random.Random(10 * seed + number)
         while time.monotonic() < stop:
-            prompt = [rng.randrange(vocab) for _ in range(rng.randrange(1, 40))]
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
             speculative = SpeculativeConfig(rng.choice(MODES), tree_budget=8)
             request = Request(prompt, rng.randrange(1, 30), speculative=speculative)
             with suppress(QueueFullError):

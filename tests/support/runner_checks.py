@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engines import demo_text
+from engines import DEMO_PROMPTS, demo_text
 from trtree import _core
 from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
 from trtree.runtime.tokenizer import Tokenizer
@@ -21,8 +21,7 @@ Requests = list[tuple[list[int], SpeculativeConfig]]
 def prompts(count: int) -> list[list[int]]:
     """Tokens of text that the pair knows: the demo's prompts, and others like them in pieces."""
     tokenizer = Tokenizer(ROOT / "configs" / "demo" / "target_nvfp4")
-    lines = (ROOT / "configs" / "demo" / "prompts.txt").read_text().splitlines()
-    encoded = [tokenizer.encode(line) for line in lines if line.strip()]
+    encoded = [tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
     words = tokenizer.encode(demo_text(20))
     while len(encoded) < count:
         start = 61 * len(encoded) % (len(words) - 40)

@@ -13,12 +13,12 @@ from server import ServerProcess
 TEMPLATE = """\
 {%- for message in messages %}{{ message.role }}: {{ message.content }}
 {% if message.role == "tool" %}{{ raise_exception("no tools here") }}{% endif %}
-{%- endfor %}{% if shout %}LOUD {{ shout + 1 }}{% endif %}Permission is hereby"""
+{%- endfor %}{% if shout %}LOUD {{ shout + 1 }}{% endif %}Tell a story:"""
 MESSAGES: list[ChatCompletionMessageParam] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Which"}, {"type": "text", "text": "?"}]},
 ]
-RENDERED = "system: Be brief.\nuser: Which?\nPermission is hereby"
+RENDERED = "system: Be brief.\nuser: Which?\nTell a story:"
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,21 @@ def test_as_long_as_the_engine_can(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+def test_an_engine_without_a_template(demo_engine: Callable[..., Path], tmp_path: Path) -> None:
+    engine = Path(shutil.copytree(demo_engine(), tmp_path / "plain"))
+    (engine / "tokenizer" / "chat_template.jinja").unlink()
+    process = ServerProcess(engine)
+    try:
+        response = process.http.post("/v1/chat/completions", json={"messages": MESSAGES})
+        assert process.complete(prompt="a", max_tokens=1)
+    finally:
+        process.close()
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert "came without a chat template" in error["message"]
+    assert error["param"] == "messages"
+
+
 def test_what_the_template_refuses(client: OpenAI) -> None:
     for messages, extra, part in (
         ([{"role": "tool", "content": "x", "name": "y"}], {}, "no tools here"),
@@ -96,7 +111,7 @@ def test_what_the_template_refuses(client: OpenAI) -> None:
 
 
 def test_a_variable_reaches_the_template(chat: ServerProcess, client: OpenAI) -> None:
-    loud = RENDERED.replace("Permission", "LOUD 3Permission")
+    loud = RENDERED.replace("Tell", "LOUD 3Tell")
     expected = chat.complete(prompt=loud, max_tokens=8)["choices"][0]["text"]
     answer = client.chat.completions.create(
         model="chatty",

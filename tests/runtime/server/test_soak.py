@@ -9,7 +9,7 @@ from trtree.runtime.bench import soak
 from trtree.runtime.bench.serve import MODES
 from trtree.runtime.bench.soak import Soak
 
-PROMPTS = ["Permission is hereby", "You may"]
+PROMPTS = ["Tell a story:", "Write this order as JSON"]
 
 
 def test_answers_repeat_and_nothing_is_left(server: ServerProcess) -> None:
