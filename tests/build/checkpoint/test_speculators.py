@@ -111,7 +111,7 @@ def test_sliding_layers(fields: Json, non_causal: bool, causal: tuple[bool, ...]
         ({"speculators_model_type": "eagle3"}, "of type 'eagle3' are not supported yet"),
         ({"speculators_model_type": "dspark"}, "of type 'dspark' are not supported yet"),
         ({"projector_type": "domino"}, "of type 'domino' are not supported yet"),
-        ({"draft_vocab_size": 1000}, f"draft_vocab_size 1000 .* vocab_size {DEMO_VOCAB}: a reduced draft"),
+        ({"draft_vocab_size": 1000}, f"size 1000 .* vocab_size {DEMO_VOCAB}: a reduced draft"),
         ({"target_hidden_size": 512}, "target_hidden_size 512 is not the drafter's hidden_size"),
         ({"sample_from_anchor": True}, "sample_from_anchor True is not supported yet"),
         ({"shift_label": True}, "shift_label True is not supported yet"),

@@ -121,7 +121,7 @@ def test_stop_strings(
 ) -> None:
     """Cut at the string wherever tokens and accepted paths end; usage up to its token."""
     whole = expected(PROMPTS[0], 64)
-    stop = whole[41:49]  # begins and ends inside tokens
+    stop = whole[42:48]  # begins and ends inside tokens
     body: dict[str, Any] = {
         "prompt": PROMPTS[0],
         "max_tokens": 64,
