@@ -1,13 +1,14 @@
 """Chat completions: the checkpoint's template, and answers as OpenAI's client reads them."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from openai import BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
+from engines import DEMO, build_demo
 from server import ServerProcess
 
 TEMPLATE = """\
@@ -21,13 +22,20 @@ MESSAGES: list[ChatCompletionMessageParam] = [
 RENDERED = "system: Be brief.\nuser: Which?\nTell a story:"
 
 
+def build_with(template: str | None, output: Path) -> Path:
+    """The demo engine, its checkpoint with another chat template or none."""
+    checkpoint = Path(shutil.copytree(DEMO / "target_nvfp4", output.parent / "checkpoint"))
+    file = checkpoint / "chat_template.jinja"
+    if template is None:
+        file.unlink()
+    else:
+        file.write_text(template)
+    return build_demo(output, checkpoint=checkpoint)
+
+
 @pytest.fixture(scope="module")
-def chat(
-    demo_engine: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    engine = Path(shutil.copytree(demo_engine(), tmp_path_factory.mktemp("chat") / "chatty"))
-    (engine / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
-    process = ServerProcess(engine)
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(build_with(TEMPLATE, tmp_path_factory.mktemp("chat") / "chatty"))
     yield process
     process.close()
 
@@ -83,10 +91,8 @@ def test_as_long_as_the_engine_can(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_an_engine_without_a_template(demo_engine: Callable[..., Path], tmp_path: Path) -> None:
-    engine = Path(shutil.copytree(demo_engine(), tmp_path / "plain"))
-    (engine / "tokenizer" / "chat_template.jinja").unlink()
-    process = ServerProcess(engine)
+def test_an_engine_without_a_template(tmp_path: Path) -> None:
+    process = ServerProcess(build_with(None, tmp_path / "plain"))
     try:
         response = process.http.post("/v1/chat/completions", json={"messages": MESSAGES})
         assert process.complete(prompt="a", max_tokens=1)

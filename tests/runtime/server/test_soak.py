@@ -58,7 +58,8 @@ def test_what_stays_in_use_is_noticed(
 
     with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         assert response.status_code == 200
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: its end would be the connection's
+        assert next(lines)
         with pytest.raises(RuntimeError, match="kv_pages_used"):
             asyncio.run(look())
     assert server.idle()
