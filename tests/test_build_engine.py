@@ -14,7 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines import DEMO, ROOT, random_checkpoint, tiny_config, write_target, write_tokenizer
+from engines import (
+    DEMO,
+    DEMO_VOCAB,
+    ROOT,
+    random_checkpoint,
+    tiny_config,
+    write_target,
+    write_tokenizer,
+)
 from trtree.build.engine_dir import EngineDir
 from trtree.build.text_files import check_tokenizer
 from trtree.runtime.session import Session
@@ -56,6 +64,7 @@ def test_the_demo_builds_with_every_default(
         "network.json",
         "plan.json",
         "generation_config.json",
+        "tokenizer/chat_template.jinja",
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
         "triton/trtree/1/model.py",
@@ -98,7 +107,7 @@ def test_a_static_tree_is_calibrated_and_used(run: Callable[..., int], tmp_path:
 
     from trtree.runtime.executor import Request
 
-    prompt = session.tokenizer.encode("The licensor grants you a")
+    prompt = session.tokenizer.encode("Sort, lowest first: Flur 27, Kulo 68, Clol 73.")
     outputs = [
         session.complete(
             Request(prompt, max_tokens=40, speculative=session.speculative_config(mode))
@@ -177,8 +186,8 @@ def test_wrong_scale_shape(refused: Callable[..., str], target: Path) -> None:
     edit_tensors(target, lambda tensors: tensors.update({name: tensors[name][:, :8].contiguous()}))
     line = refused("--checkpoint", target)
     assert name in line
-    assert "[768, 8]" in line
-    assert "[768, 16]" in line
+    assert "[384, 8]" in line
+    assert "[384, 16]" in line
 
 
 @pytest.mark.parametrize("value", [float("nan"), -1.0])
@@ -202,7 +211,7 @@ def test_pickle_file(refused: Callable[..., str], target: Path) -> None:
 
 
 def test_drafter_of_another_hidden_size(refused: Callable[..., str], tmp_path: Path) -> None:
-    config = tiny_config(num_hidden_layers=4, vocab_size=2048)
+    config = tiny_config(num_hidden_layers=6, vocab_size=DEMO_VOCAB)
     line = refused("--checkpoint", plain_target(tmp_path, config), "--drafter", DEMO / "drafter")
     assert "hidden_size is 256" in line
     assert "64" in line
@@ -247,7 +256,7 @@ def test_config_that_contradicts_the_weights(refused: Callable[..., str], target
     edit_config(target, intermediate_size=800)
     line = refused("--checkpoint", target)
     assert "model.layers.0.mlp.gate_proj" in line
-    assert "[768, 256]" in line
+    assert "[384, 256]" in line
     assert "[800, 256]" in line
 
 
@@ -276,7 +285,7 @@ def test_missing_tokenizer(refused: Callable[..., str], target: Path) -> None:
         ("tokenizer_config.json", "{", "not JSON"),
         ("generation_config.json", "", "not JSON"),
         ("generation_config.json", "[0]", "expected an object"),
-        ("generation_config.json", '{"eos_token_id": 2048}', "below vocab_size 2048"),
+        ("generation_config.json", f'{{"eos_token_id": {DEMO_VOCAB}}}', f"vocab_size {DEMO_VOCAB}"),
     ],
 )
 def test_bad_text_file(
@@ -291,17 +300,18 @@ def test_bad_text_file(
 def test_tokenizer_with_more_tokens_than_the_model(
     refused: Callable[..., str], target: Path
 ) -> None:
-    write_tokenizer(target, 2049)
-    assert "token id 2048 is outside the model's vocab_size 2048" in refused("--checkpoint", target)
+    write_tokenizer(target, DEMO_VOCAB + 1)
+    line = refused("--checkpoint", target)
+    assert f"token id {DEMO_VOCAB} is outside the model's vocab_size {DEMO_VOCAB}" in line
 
 
 def test_tokenizer_with_far_fewer_tokens_is_a_warning(
     target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_tokenizer(target, 2048)
+    check_tokenizer(target, DEMO_VOCAB)
     assert not caplog.records
     check_tokenizer(target, 200_000)
-    assert "2048 tokens, the model's vocab_size is 200000" in caplog.text
+    assert f"{DEMO_VOCAB} tokens, the model's vocab_size is 200000" in caplog.text
 
 
 @pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": None}])
@@ -357,7 +367,7 @@ def test_activations_that_the_checkpoint_has_no_scales_for(
         (["--tree-budget", "many"], ["--tree-budget", "many"]),
         (["--block-size", "9"], ["block_size 9", "drafter's 8"]),
         (["--block-size", "0"], ["block_size", "0"]),
-        (["--top-k", "4096"], ["top_k 4096", "2048"]),
+        (["--top-k", "4096"], ["top_k 4096", str(DEMO_VOCAB)]),
         (["--page-size", "0"], ["page_size", "0"]),
         (["--attention", "plugin"], ["attention plugin", "cpu"]),
         (

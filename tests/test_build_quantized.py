@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines import random_checkpoint, tiny_config, write_target
+from engines import DEMO_PROMPTS, random_checkpoint, tiny_config, write_target
 from random_moe import qwen3_moe_config, random_moe
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint
@@ -50,7 +50,7 @@ def test_a_quantized_drafter_proposes_nearly_as_well(
     for options in ({}, {"quantize_drafter": "nvfp4"}):
         session = demo_session(**options)
         request = Request(
-            session.tokenizer.encode("Permission is hereby granted, free of charge,"),
+            session.tokenizer.encode(DEMO_PROMPTS[0]),
             max_tokens=96,
             speculative=session.speculative_config("tree", 16),
         )

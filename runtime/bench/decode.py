@@ -185,6 +185,7 @@ def _request(
     return Request(
         session.tokenizer.encode(prompt),
         max_tokens=max_tokens,
+        stop_token_ids=session.stop_token_ids,
         speculative=session.speculative_config(mode, budget or 0, "dynamic"),
     )
 

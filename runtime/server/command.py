@@ -146,7 +146,7 @@ def _raise_file_limit() -> None:
 
 
 def _announce(url: str, options: ServeOptions, *, with_key: bool) -> None:
-    body = {"model": options.model, "prompt": "Permission is hereby granted", "max_tokens": 32}
+    body = {"model": options.model, "prompt": "Hello", "max_tokens": 32}
     key = f"$(cat {shlex.quote(str(options.api_key_file))})" if options.api_key_file else None
     bearer = f' -H "Authorization: Bearer {key or f"${API_KEY_VARIABLE}"}"' if with_key else ""
     print(

@@ -139,16 +139,16 @@ def test_layers_are_derived_where_no_list_names_them() -> None:
 def test_a_checkpoint_that_can_be_built_is_covered() -> None:
     facts = dict(inspect(DEMO / "target_nvfp4").facts)
     assert facts["family"] == "Qwen3ForCausalLM: can be built"
-    assert facts["coverage"] == "all 130 tensors are used"
+    assert facts["coverage"] == "all 194 tensors are used"
     groups = {row[0]: row[1:4] for row in inspect(DEMO / "target_nvfp4").groups}
-    assert groups["model.layers.*.mlp.up_proj"] == ("4", "NVFP4", "[768, 256]")
+    assert groups["model.layers.*.mlp.up_proj"] == ("6", "NVFP4", "[384, 256]")
     assert groups["model.norm"] == ("1", "bfloat16", "[256]")
 
 
 def test_a_drafter_is_described() -> None:
     facts = dict(inspect(DEMO / "drafter").facts)
     assert facts["family"] == "DFlashDraftModel: a DFlash drafter, block size 8"
-    assert facts["target layers"] == "0, 1, 2 (from 0; the file counts L)"
+    assert facts["target layers"] == "1, 2, 3, 4 (from 0; the file counts L)"
 
 
 def test_every_problem_is_listed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines import DEMO, tiny_config, write_target
+from engines import DEMO, DEMO_VOCAB, tiny_config, write_target
 from trtree import _core
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint
@@ -142,7 +142,7 @@ def test_drafter_against_the_published_package(demo_engine: Any, dequantized_dem
 
     theirs = DFlashDraftModel.from_pretrained(DEMO / "drafter", dtype=torch.float32).eval()
     _, engine = open_engine(demo_engine(backend="reference", activations="float32"))
-    token_ids = torch.randint(0, 2048, (41,), generator=torch.Generator().manual_seed(2))
+    token_ids = torch.randint(0, DEMO_VOCAB, (41,), generator=torch.Generator().manual_seed(2))
     config = json.loads((DEMO / "drafter" / "config.json").read_text())
     block, mask = config["block_size"], config["dflash_config"]["mask_token_id"]
     bonus = 77
@@ -175,7 +175,7 @@ def test_drafter_against_the_published_package(demo_engine: Any, dequantized_dem
 def test_captured_layers_are_the_published_ones(demo_engine: Any, dequantized_demo: Any) -> None:
     """Pitfall 2: per-layer RMS of captured states, so that an id off by one shows."""
     _, engine = open_engine(demo_engine(backend="reference", activations="float32"))
-    token_ids = torch.randint(0, 2048, (20,), generator=torch.Generator().manual_seed(3))
+    token_ids = torch.randint(0, DEMO_VOCAB, (20,), generator=torch.Generator().manual_seed(3))
     network = engine.networks["target"]
     captured: dict[str, torch.Tensor] = {}
     original = network.run
@@ -190,6 +190,8 @@ def test_captured_layers_are_the_published_ones(demo_engine: Any, dequantized_de
         del network.run
     with torch.inference_mode():
         states = dequantized_demo(token_ids[None], output_hidden_states=True).hidden_states
-    parts = captured["out"]["captured"].chunk(3, dim=-1)
-    for layer, part in zip((0, 1, 2), parts, strict=True):
+    config = json.loads((DEMO / "drafter" / "config.json").read_text())
+    layers = config["dflash_config"]["target_layer_ids"]
+    parts = captured["out"]["captured"].chunk(len(layers), dim=-1)
+    for layer, part in zip(layers, parts, strict=True):
         np.testing.assert_allclose(part, states[layer + 1][0], rtol=0, atol=TOLERANCE)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines import ROOT
+from engines import DEMO_VOCAB, demo_text
 from op_by_op import OpByOp
 from steps import prefill, random_tree, run_rows
 from trtree import _core
@@ -22,7 +22,7 @@ TOLERANCE = 1e-6
 
 @pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
 def test_op_by_op(demo_engine: Callable[..., Path], activations: str) -> None:
-    page_size, vocab = 16, 2048
+    page_size, vocab = 16, DEMO_VOCAB
     _, engine = open_engine(demo_engine(backend="cpu", activations=activations))
     _, reference = open_engine(demo_engine(backend="reference", activations=activations))
     check = OpByOp(engine, reference, page_size)
@@ -66,8 +66,7 @@ def teacher_forced(engine: _core.Engine, token_ids: list[int]) -> np.ndarray:
 @pytest.fixture(scope="module")
 def text_ids(demo_engine: Callable[..., Path]) -> list[int]:
     tokenizer = Tokenizer(demo_engine(backend="cpu") / "tokenizer")
-    ids = tokenizer.encode((ROOT / "LICENSE").read_text()[:6000])
-    return ids[:500]
+    return tokenizer.encode(demo_text(8))[:500]
 
 
 def test_whole_network_in_w4a16(demo_engine: Callable[..., Path], text_ids: list[int]) -> None:

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engines import DEMO_VOCAB as VOCAB
 from steps import path_to, prefill, random_tree, run_rows
 from trtree import _core
 from trtree.build.engine_dir import EngineDir
 from trtree.runtime.engines.cpu import load_cpu_engine
 from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
 
-VOCAB = 2048
 KV_TOKENS = 4096
 
 Load = Callable[..., _core.Engine]

@@ -61,7 +61,7 @@ def test_interleaved_and_partial(tmp_path: Path, interleaved: bool, rotary: int)
     table = RopeTable("rope", tuple(inv_freq), 1.25, interleaved)
     g.output("y", g.rotary_embedding("rotated", x, positions, table))
     reference = ReferenceNetwork(g.network, {}, {})
-    assert len(seen) == 4  # layers
+    assert len(seen) == 6  # layers
     for given, got in seen:
         inputs = {
             "x": torch.tensor(given).reshape(-1, 4, 64),

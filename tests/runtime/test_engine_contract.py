@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines import DEMO, build_demo, tiny_config, write_target
+from engines import DEMO, DEMO_VOCAB, build_demo, tiny_config, write_target
 from random_target import random_target
 from steps import path_to, prefill, run_rows
 from trtree import _core
@@ -51,8 +51,8 @@ def batch(*sequences: Any, tokens: int = 1) -> _core.RowBatch:
         (batch(at(pages=range(40)), tokens=513), r"513 rows in a step; .* at most 512"),
         (batch(*[at(i, i % 8) for i in range(9)]), r"9 requests in a step; .* at most 8"),
         (
-            _core.RowBatch([_core.SegmentRequest(at(), [2048], [-1], [])]),
-            "token id 2048 is outside the vocabulary of 2048",
+            _core.RowBatch([_core.SegmentRequest(at(), [DEMO_VOCAB], [-1], [])]),
+            f"token id {DEMO_VOCAB} is outside the vocabulary of {DEMO_VOCAB}",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from trtree.runtime import generate
 from trtree.runtime.session import Session
 from trtree.runtime.tokenizer import Tokenizer
 
-PROMPT = "Permission is hereby granted, free of"
+PROMPT = "Tell a story: Choric the crow, Zun the driver, Drenburg, a little violin."
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def test_compare(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text(f"{PROMPT}\n\n  The licensor grants \n")
-    assert generate.read_prompts(prompts) == [PROMPT, "  The licensor grants "]
+    prompts.write_text(f"{PROMPT}\n\n  Add 371 and \n")
+    assert generate.read_prompts(prompts) == [PROMPT, "  Add 371 and "]
     assert run("--compare", prompts, "--max-tokens", 16, "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["mode"], row["tree_budget"]) for row in rows] == [

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engines import DEMO_VOCAB
 from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
 from trtree.runtime.session import Session
 
@@ -21,7 +22,7 @@ speculation = st.one_of(
         lambda budget: SpeculativeConfig(DecodingMode.TREE, tree_budget=budget)
     ),
 )
-prompts = st.lists(st.integers(0, 2047), min_size=1, max_size=24)
+prompts = st.lists(st.integers(0, DEMO_VOCAB - 1), min_size=1, max_size=24)
 
 
 @pytest.mark.parametrize("activations", ["nvfp4", "bf16", "float32"])
@@ -56,7 +57,9 @@ def test_speculation_is_lossless(
 def test_text_the_pair_knows_is_drafted_well(demo_session: Callable[..., Session]) -> None:
     """Acceptance is real: several tokens per pass, more with a tree than with a chain."""
     session = demo_session(backend="reference")
-    prompt = session.tokenizer.encode("Permission is hereby granted, free of charge, to")
+    prompt = session.tokenizer.encode(
+        "Sort, highest first: Miovin 97, Cebel 53, Grovin 69, Liomi 45, Priobel 75."
+    )
     lengths = {}
     for mode, budget in (("plain", 0), ("chain", 0), ("tree", 64)):
         request = Request(

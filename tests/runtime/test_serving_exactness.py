@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from engines import DEMO, DEMO_PROMPTS, DEMO_VOCAB
 from steps import prefill
 from trtree import _core
 from trtree._core import sampler
@@ -27,8 +28,9 @@ from trtree.runtime.executor import (
     SpeculativeConfig,
     TreeKind,
 )
+from trtree.runtime.tokenizer import Tokenizer
 
-VOCAB = 2048
+VOCAB = DEMO_VOCAB
 PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
 CHAIN = SpeculativeConfig(DecodingMode.CHAIN)
 
@@ -239,7 +241,9 @@ def chi_square(
 
 @pytest.fixture(scope="module")
 def prompt() -> list[int]:
-    return prompts(3)[2]
+    """The beginning of a question, which goes on in many ways that the drafter can guess."""
+    question = DEMO_PROMPTS[0].removesuffix(" little violin.")
+    return Tokenizer(DEMO / "target_nvfp4").encode(question)
 
 
 @pytest.fixture(scope="module")

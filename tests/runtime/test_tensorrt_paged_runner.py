@@ -7,6 +7,7 @@ Everything else is as in test_tensorrt_runner.py.
 import pytest
 import torch
 
+from engines import DEMO_VOCAB
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
 from runner_checks import (
     CHAIN,
@@ -53,7 +54,7 @@ def test_chain_and_tree_decode_the_tokens_of_plain(evaluated: Evaluated) -> None
     for speculative in (CHAIN, TREE):
         assert decode(engine, [(prompt, speculative) for prompt in given]) == plain
     # And it speculates: fewer target runs than tokens, several requests in each.
-    assert len(runs) - before < 0.7 * 2 * 20 * MAX_TOKENS / 4
+    assert len(runs) - before < 0.8 * 2 * 20 * MAX_TOKENS / 4
     assert {profile for profile, _ in runs} == {"step"}
     # A few sizes serve all steps.
     assert len({shapes["token_ids"] for _, shapes in runs}) < 16
@@ -105,7 +106,7 @@ def test_the_commit_kernel_moves_every_layer() -> None:
         )
     )
     caches = {name: cache for name, cache in engine.caches.items() if name.startswith("model")}
-    assert len(caches) == 8  # four layers' keys and values
+    assert len(caches) == 12  # six layers' keys and values
     before = {name: cache.clone() for name, cache in caches.items()}
     commits = [_core.Commit(one, [0, 2, 3]), _core.Commit(other, [0, 2])]
     engine.commit(commits)
@@ -146,7 +147,7 @@ def test_logits_of_rows_that_want_them(evaluated: Evaluated) -> None:
         ]
     )
     result = engine.step(batch)
-    logits = result.logits.reshape(2, 2048)
+    logits = result.logits.reshape(2, DEMO_VOCAB)
     assert result.argmax[1:].tolist() == logits.argmax(-1).tolist()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines import random_checkpoint
+from engines import DEMO_VOCAB, random_checkpoint
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
 from random_drafter import random_drafter
 from random_moe import glm4_moe_config
@@ -105,7 +105,7 @@ def test_commit_moves_the_accepted_rows_of_every_layer(evaluated: Evaluated) -> 
     expected = cache[:, 2, :, [0, 2, 3]].clone()
     engine.commit([_core.Commit(at, [0, 2, 3])])
     assert torch.equal(cache[:, 2, :, :3], expected)
-    assert len(cache) == 8  # four layers' keys and values
+    assert len(cache) == 12  # six layers' keys and values
 
 
 def test_what_it_refuses(evaluated: Evaluated) -> None:
@@ -137,7 +137,7 @@ def test_logits_of_rows_that_want_them(evaluated: Evaluated) -> None:
         ]
     )
     result = engine.step(batch)
-    logits = result.logits.reshape(2, 2048)
+    logits = result.logits.reshape(2, DEMO_VOCAB)
     assert result.argmax[:2].tolist() == logits.argmax(-1).tolist()
 
 

@@ -1,5 +1,6 @@
 """Engines and checkpoints for tests."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from trtree.build.checkpoint.write import (
     write_checkpoint,
 )
 from trtree.build.options import read_options
+from trtree.runtime.bench.train_demo.text import conversations
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo"
@@ -32,12 +34,21 @@ EXCLUDE = (
     "*.in_proj_b",
     "*.in_proj_ba",
 )
+DEMO_VOCAB: int = json.loads((DEMO / "target_nvfp4" / "config.json").read_text())["vocab_size"]
+# Questions that the demo pair knows how to answer: all but the last in more than 70 tokens.
+DEMO_PROMPTS = (DEMO / "prompts.txt").read_text().splitlines()
 
 
 def build_demo(output: Path, **options: Any) -> Path:
     """The demo engine at ``output``, with these build options changed."""
     chosen = read_options(ROOT / "configs" / "demo.yaml")
     return builder.write(builder.describe(chosen.with_changes({"output": output, **options})))
+
+
+def demo_text(count: int) -> str:
+    """That many conversations of the kind the demo pair knows, new to it."""
+    found = itertools.islice(conversations(seed=3, held_out=True), count)
+    return "\n".join(f"{c.question}\n{c.answer}" for c in found)
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from trtree.runtime.executor import (
     SpeculativeConfig,
 )
 
-PROMPTS = [[5, 17, 300, 9], [44] * 30, [2047, 0, 1], [12, 13, 14, 15, 16]]
+PROMPTS = [[5, 17, 300, 9], [44] * 30, [1023, 0, 1], [12, 13, 14, 15, 16]]
 MODES = [DecodingMode.TREE, DecodingMode.PLAIN, DecodingMode.CHAIN, DecodingMode.TREE]
 
 
@@ -235,8 +235,9 @@ def churn(job: Job, args: argparse.Namespace) -> None:
     if not job.is_leader:
         job.work()
         return
+    vocab_size = EngineDir.open(args.engine).manifest["pretrained_config"]["vocab_size"]
     threads = [
-        threading.Thread(target=_churn, args=(executor, number))
+        threading.Thread(target=_churn, args=(executor, number, vocab_size))
         for number, executor in enumerate(job.executors)
     ]
     for thread in threads:
@@ -245,7 +246,7 @@ def churn(job: Job, args: argparse.Namespace) -> None:
         thread.join()
 
 
-def _churn(executor: ExecutorLike, seed: int) -> None:
+def _churn(executor: ExecutorLike, seed: int, vocab_size: int) -> None:
     stop = time.monotonic() + 2
     asked: dict[int, Request] = {}
     cancelled: set[int] = set()
@@ -253,7 +254,7 @@ def _churn(executor: ExecutorLike, seed: int) -> None:
     def client(number: int) -> None:
         rng = random.Random(10 * seed + number)
         while time.monotonic() < stop:
-            prompt = [rng.randrange(2048) for _ in range(rng.randrange(1, 40))]
+            prompt = [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 40))]
             speculative = SpeculativeConfig(rng.choice(MODES), tree_budget=8)
             request = Request(prompt, rng.randrange(1, 30), speculative=speculative)
             with suppress(QueueFullError):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from engines import DEMO_PROMPTS, demo_text
 from trtree import _core
 from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
 from trtree.runtime.tokenizer import Tokenizer
@@ -18,11 +19,10 @@ Requests = list[tuple[list[int], SpeculativeConfig]]
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Tokens of text that the pair knows: the demo's prompts and licence text cut in pieces."""
+    """Tokens of text that the pair knows: the demo's prompts, and others like them in pieces."""
     tokenizer = Tokenizer(ROOT / "configs" / "demo" / "target_nvfp4")
-    lines = (ROOT / "configs" / "demo" / "prompts.txt").read_text().splitlines()
-    encoded = [tokenizer.encode(line) for line in lines if line.strip()]
-    words = tokenizer.encode((ROOT / "LICENSE").read_text())
+    encoded = [tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
+    words = tokenizer.encode(demo_text(20))
     while len(encoded) < count:
         start = 61 * len(encoded) % (len(words) - 40)
         encoded.append(words[start : start + 3 + len(encoded)])

@@ -25,7 +25,7 @@ WHERE = Path("drafter/config.json")
 
 
 def config(*, drop: tuple[str, ...] = (), dflash: Json | None = None, **fields: Any) -> Json:
-    """The demo drafter's fields, with a target of 36 layers; ``drop`` removes any."""
+    """A drafter's fields, with a target of 36 layers; ``drop`` removes any."""
     nested = {"mask_token_id": 1, "target_layer_ids": [1, 17, 33], **(dflash or {})}
     top = {
         "architectures": ["DFlashDraftModel"],
@@ -57,9 +57,9 @@ def test_the_demo_drafter(demo: Path) -> None:
     drafter = read_drafter(Checkpoint.open(demo / "drafter"))
     assert drafter.block_size == 8
     assert drafter.mask_token_id == 1
-    assert drafter.target_layer_ids == (0, 1, 2)
+    assert drafter.target_layer_ids == (1, 2, 3, 4)
     assert drafter.layer_ids_read_as == "L"
-    assert drafter.num_target_layers == 4
+    assert drafter.num_target_layers == 6
     assert drafter.causal == (False, False)
     assert drafter.transformer["layer_types"] == ["full_attention", "full_attention"]
     assert drafter.transformer["rope_theta"] == 10000.0
@@ -363,7 +363,7 @@ def change_tensors(directory: Path, changes: dict[str, torch.Tensor | None]) -> 
         ),
         (
             {"fc.weight": torch.zeros(256, 512)},
-            r"fc.weight has shape \[256, 512\], config.json implies \[256, 768\]",
+            r"fc.weight has shape \[256, 512\], config.json implies \[256, 1024\]",
         ),
         (
             {"layers.0.self_attn.k_norm.weight": torch.ones(32)},
@@ -404,6 +404,6 @@ def test_a_quantized_drafter_is_read(demo: Path, tmp_path: Path) -> None:
         quantization=QuantizationConfig("NVFP4", exclude),
     )
     checkpoint = Checkpoint.open(tmp_path / "nvfp4")
-    assert read_drafter(checkpoint).target_layer_ids == (0, 1, 2)
+    assert read_drafter(checkpoint).target_layer_ids == (1, 2, 3, 4)
     assert checkpoint.linear_info("layers.1.mlp.up_proj").kind == "nvfp4"
     assert checkpoint.linear_info("fc").kind == "dense"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engines import DEMO_PROMPTS, DEMO_VOCAB
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint, CheckpointError, read_drafter
 from trtree.build.checkpoint.dflash_config import parse
@@ -67,7 +68,7 @@ def write(demo: Path, fields: Json, tmp_path: Path) -> Callable[..., Path]:
 
 def test_both_formats_describe_one_drafter(fields: Json) -> None:
     theirs, ours = parse(fields, WHERE), parse(restate(fields), WHERE)
-    assert ours.target_layer_ids == theirs.target_layer_ids == (0, 1, 2)
+    assert ours.target_layer_ids == theirs.target_layer_ids == (1, 2, 3, 4)
     assert (theirs.layer_ids_read_as, ours.layer_ids_read_as) == ("L", "L+1")
     for field in ("block_size", "mask_token_id", "causal"):
         assert getattr(ours, field) == getattr(theirs, field)
@@ -110,7 +111,7 @@ def test_sliding_layers(fields: Json, non_causal: bool, causal: tuple[bool, ...]
         ({"speculators_model_type": "eagle3"}, "of type 'eagle3' are not supported yet"),
         ({"speculators_model_type": "dspark"}, "of type 'dspark' are not supported yet"),
         ({"projector_type": "domino"}, "of type 'domino' are not supported yet"),
-        ({"draft_vocab_size": 1000}, "draft_vocab_size 1000 .* vocab_size 2048: a reduced draft"),
+        ({"draft_vocab_size": 1000}, f"size 1000 .* vocab_size {DEMO_VOCAB}: a reduced draft"),
         ({"target_hidden_size": 512}, "target_hidden_size 512 is not the drafter's hidden_size"),
         ({"sample_from_anchor": True}, "sample_from_anchor True is not supported yet"),
         ({"shift_label": True}, "shift_label True is not supported yet"),
@@ -128,15 +129,15 @@ def test_what_is_not_supported_is_named(fields: Json, changes: Json, message: st
 
 
 def test_a_layer_the_target_lacks_is_refused(fields: Json, demo: Path) -> None:
-    drafter = parse(restate(fields, aux_hidden_state_layer_ids=[1, 2, 5]), WHERE)
-    with pytest.raises(CheckpointError, match=r"taps layer 4 \(from 0\), .* num_hidden_layers 4"):
+    drafter = parse(restate(fields, aux_hidden_state_layer_ids=[1, 2, 7]), WHERE)
+    with pytest.raises(CheckpointError, match=r"taps layer 6 \(from 0\), .* num_hidden_layers 6"):
         drafter.check_target(Checkpoint.open(demo / "target_nvfp4").config)
 
 
 def test_the_layer_trained_against_is_dropped(write: Callable[..., Path]) -> None:
     """One id more than fc has inputs for: the last layer, whose states were the labels."""
-    path = write(aux_hidden_state_layer_ids=[1, 2, 3, 4])
-    assert read_drafter(Checkpoint.open(path)).target_layer_ids == (0, 1, 2)
+    path = write(aux_hidden_state_layer_ids=[2, 3, 4, 5, 6])
+    assert read_drafter(Checkpoint.open(path)).target_layer_ids == (1, 2, 3, 4)
 
 
 def test_it_drafts_what_z_labs_format_drafts(
@@ -150,8 +151,8 @@ def test_it_drafts_what_z_labs_format_drafts(
             "embed_tokens.weight": embedding,
             "lm_head.weight": embedding.clone(),
             "verifier_norm.weight": torch.ones(256),
-            "d2t": torch.zeros(2048, dtype=torch.int64),
-            "t2d": torch.ones(2048, dtype=torch.bool),
+            "d2t": torch.zeros(DEMO_VOCAB, dtype=torch.int64),
+            "t2d": torch.ones(DEMO_VOCAB, dtype=torch.bool),
         }
     )
     options = read_options(ROOT / "configs" / "demo.yaml")
@@ -160,7 +161,7 @@ def test_it_drafts_what_z_labs_format_drafts(
     done = [
         session.complete(
             Request(
-                session.tokenizer.encode("Permission is hereby granted"),
+                session.tokenizer.encode(DEMO_PROMPTS[0]),
                 max_tokens=40,
                 speculative=session.speculative_config("tree", 8),
             )
@@ -175,11 +176,11 @@ def test_it_drafts_what_z_labs_format_drafts(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"d2t": torch.arange(2048)}, "d2t maps a reduced draft vocabulary"),
-        ({"t2d": torch.zeros(2048, dtype=torch.bool)}, "t2d maps a reduced draft vocabulary"),
+        ({"d2t": torch.arange(DEMO_VOCAB)}, "d2t maps a reduced draft vocabulary"),
+        ({"t2d": torch.zeros(DEMO_VOCAB, dtype=torch.bool)}, "t2d maps a reduced draft vocabulary"),
         ({"extra.weight": torch.zeros(2)}, "extra.weight"),
         (
-            {"lm_head.weight": torch.zeros(2048, 256)},
+            {"lm_head.weight": torch.zeros(DEMO_VOCAB, 256)},
             "lm_head.weight is not the target's model.emb",
         ),
     ],

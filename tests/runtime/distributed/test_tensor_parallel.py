@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines import random_checkpoint, tiny_config
+from engines import DEMO_VOCAB, random_checkpoint, tiny_config
 from random_drafter import random_drafter
 from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
@@ -142,14 +142,14 @@ def test_experts_and_a_drafter_on_every_number_of_ranks(
 
 def test_the_demo_with_its_drafter(demo_engine: Callable[..., Path]) -> None:
     # 2 KV heads: on 4 ranks each is held twice.
-    one, two, four = (transcript(load(demo_engine(tp=tp)), 2048) for tp in (1, 2, 4))
+    one, two, four = (transcript(load(demo_engine(tp=tp)), DEMO_VOCAB) for tp in (1, 2, 4))
     assert len(one) == 7
     assert one == two
     assert one == four
 
 
 def test_the_executor_emits_the_same_tokens(demo_engine: Callable[..., Path]) -> None:
-    prompts = [[5, 17, 300, 9], [44] * 30, [2047, 0, 1]]
+    prompts = [[5, 17, 300, 9], [44] * 30, [DEMO_VOCAB - 1, 0, 1]]
     modes = [
         SpeculativeConfig(DecodingMode.PLAIN),
         SpeculativeConfig(DecodingMode.CHAIN),

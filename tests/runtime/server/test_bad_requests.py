@@ -86,7 +86,6 @@ def test_completion_parameters(
 @pytest.mark.parametrize(
     ("changes", "part", "param"),
     [
-        ({}, "came without a chat template", "messages"),
         ({"messages": None}, "Field required", "messages"),
         ({"messages": []}, "at least 1 item", "messages"),
         ({"messages": "hi"}, "valid list", "messages"),

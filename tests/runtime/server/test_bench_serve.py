@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from engines import DEMO_PROMPTS
 from server import ServerProcess
 from trtree.runtime.bench.__main__ import main
 
 
 def test_figures(server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Permission is hereby\nYou may\n")
+    prompts.write_text("\n".join(DEMO_PROMPTS[:2]))
     (before,) = server.metrics("target_forwards_total")
     arguments = ["--url", server.url, "--prompts", str(prompts), "--max-tokens", "20"]
     small = ["--clients", "1", "3", "--turns", "1", "--modes", "plain", "tree"]

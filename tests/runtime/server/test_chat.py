@@ -1,33 +1,41 @@
 """Chat completions: the checkpoint's template, and answers as OpenAI's client reads them."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from openai import BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
+from engines import DEMO, build_demo
 from server import ServerProcess
 
 TEMPLATE = """\
 {%- for message in messages %}{{ message.role }}: {{ message.content }}
 {% if message.role == "tool" %}{{ raise_exception("no tools here") }}{% endif %}
-{%- endfor %}{% if shout %}LOUD {{ shout + 1 }}{% endif %}Permission is hereby"""
+{%- endfor %}{% if shout %}LOUD {{ shout + 1 }}{% endif %}Tell a story:"""
 MESSAGES: list[ChatCompletionMessageParam] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Which"}, {"type": "text", "text": "?"}]},
 ]
-RENDERED = "system: Be brief.\nuser: Which?\nPermission is hereby"
+RENDERED = "system: Be brief.\nuser: Which?\nTell a story:"
+
+
+def build_with(template: str | None, output: Path) -> Path:
+    """The demo engine, its checkpoint with another chat template or none."""
+    checkpoint = Path(shutil.copytree(DEMO / "target_nvfp4", output.parent / "checkpoint"))
+    file = checkpoint / "chat_template.jinja"
+    if template is None:
+        file.unlink()
+    else:
+        file.write_text(template)
+    return build_demo(output, checkpoint=checkpoint)
 
 
 @pytest.fixture(scope="module")
-def chat(
-    demo_engine: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    engine = Path(shutil.copytree(demo_engine(), tmp_path_factory.mktemp("chat") / "chatty"))
-    (engine / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
-    process = ServerProcess(engine)
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(build_with(TEMPLATE, tmp_path_factory.mktemp("chat") / "chatty"))
     yield process
     process.close()
 
@@ -83,6 +91,19 @@ def test_as_long_as_the_engine_can(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+def test_an_engine_without_a_template(tmp_path: Path) -> None:
+    process = ServerProcess(build_with(None, tmp_path / "plain"))
+    try:
+        response = process.http.post("/v1/chat/completions", json={"messages": MESSAGES})
+        assert process.complete(prompt="a", max_tokens=1)
+    finally:
+        process.close()
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert "came without a chat template" in error["message"]
+    assert error["param"] == "messages"
+
+
 def test_what_the_template_refuses(client: OpenAI) -> None:
     for messages, extra, part in (
         ([{"role": "tool", "content": "x", "name": "y"}], {}, "no tools here"),
@@ -96,7 +117,7 @@ def test_what_the_template_refuses(client: OpenAI) -> None:
 
 
 def test_a_variable_reaches_the_template(chat: ServerProcess, client: OpenAI) -> None:
-    loud = RENDERED.replace("Permission", "LOUD 3Permission")
+    loud = RENDERED.replace("Tell", "LOUD 3Tell")
     expected = chat.complete(prompt=loud, max_tokens=8)["choices"][0]["text"]
     answer = client.chat.completions.create(
         model="chatty",

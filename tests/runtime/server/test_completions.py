@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from engines import DEMO_PROMPTS
 from server import ServerProcess
 from trtree.runtime.executor import Request
 from trtree.runtime.session import Session
 
-PROMPTS = ("Permission is hereby granted, free of", "Redistribution and use in source", "The ☃ of")
+PROMPTS = (*DEMO_PROMPTS[:2], "The ☃ of")
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_stop_strings(
 ) -> None:
     """Cut at the string wherever tokens and accepted paths end; usage up to its token."""
     whole = expected(PROMPTS[0], 64)
-    stop = whole[41:49]  # begins and ends inside tokens
+    stop = whole[42:48]  # begins and ends inside tokens
     body: dict[str, Any] = {
         "prompt": PROMPTS[0],
         "max_tokens": 64,
@@ -159,8 +160,8 @@ def test_stop_token_ids(server: ServerProcess, demo_session: Callable[..., Sessi
 
 
 def test_ignore_eos(server: ServerProcess) -> None:
-    """The demo's licence texts end; with ignore_eos the engine goes on."""
-    prompt = "THE USE OR OTHER DEALINGS IN\nTHE SOFTWARE.\n"
+    """The demo's answers end; with ignore_eos the engine goes on."""
+    prompt = DEMO_PROMPTS[-1]
     ended = server.complete(prompt=prompt, max_tokens=1000)
     assert ended["choices"][0]["finish_reason"] == "stop"
     length = ended["usage"]["completion_tokens"]

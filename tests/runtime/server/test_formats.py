@@ -17,12 +17,12 @@ def log_probs(value: float, rank: int, top: list[tuple[int, float]]) -> TokenLog
 
 
 def chunk(session: Session) -> Chunk:
-    the, of = session.tokenizer.encode("the of")[0], session.tokenizer.encode(" of")[0]
+    day, of = session.tokenizer.encode("day of")[0], session.tokenizer.encode(" of")[0]
     tokens = [
-        TokenText(the, "the", 0, None),
-        TokenText(of, " of", 3, log_probs(-2.5, 2, [(the, -0.5), (7, -math.inf)])),
+        TokenText(day, "day", 0, None),
+        TokenText(of, " of", 3, log_probs(-2.5, 2, [(day, -0.5), (7, -math.inf)])),
     ]
-    return Chunk("the of", [the, of], tokens)
+    return Chunk("day of", [day, of], tokens)
 
 
 def test_completions(demo_session: Callable[..., Session]) -> None:
@@ -33,10 +33,10 @@ def test_completions(demo_session: Callable[..., Session]) -> None:
     assert choice["index"] == 3
     seven = session.tokenizer.token_text(7)
     assert choice["logprobs"] == {
-        "tokens": ["the", " of"],
+        "tokens": ["day", " of"],
         "token_logprobs": [None, -2.5],
         # The token itself is there, though not among the most probable.
-        "top_logprobs": [None, {"the": -0.5, seven: LEAST_LOG_PROB, " of": -2.5}],
+        "top_logprobs": [None, {"day": -0.5, seven: LEAST_LOG_PROB, " of": -2.5}],
         "text_offset": [0, 3],
     }
     json.dumps(part, allow_nan=False)
@@ -48,8 +48,8 @@ def test_chat(demo_session: Callable[..., Session]) -> None:
     first, part = answer.parts(0, chunk(session))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     (choice,) = part["choices"]
-    assert choice["delta"] == {"content": "the of"}
+    assert choice["delta"] == {"content": "day of"}
     (entry,) = choice["logprobs"]["content"]
     assert (entry["token"], entry["logprob"], entry["bytes"]) == (" of", -2.5, list(b" of"))
-    assert entry["top_logprobs"][0]["token"] == "the"
+    assert entry["top_logprobs"][0]["token"] == "day"
     assert len(list(answer.parts(0, chunk(session)))) == 1, "the role is told once"

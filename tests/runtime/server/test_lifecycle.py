@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from engines import DEMO_PROMPTS
 from server import ROOT, ServerProcess
 from trtree.runtime.server.command import main
 from trtree.runtime.server.options import ServeOptions, read_serve_options
@@ -22,7 +23,7 @@ API_KEY = "sesame-7"
 AUTHORIZED = {"Authorization": f"Bearer {API_KEY}"}
 # More than any test waits for: a batch of outputs that go on to the engine's limit.
 LONG: dict[str, Any] = {
-    "prompt": "Permission is hereby granted",
+    "prompt": DEMO_PROMPTS[0],
     "max_tokens": 1900,
     "ignore_eos": True,
     "n": 64,
@@ -70,7 +71,7 @@ def test_a_disconnect_frees_pages(server: ServerProcess, stream: bool) -> None:
 
 
 def test_a_stop_string_frees_pages(server: ServerProcess) -> None:
-    body = LONG | {"n": 1, "stop": "copy of"}
+    body = LONG | {"n": 1, "stop": "crow called"}
     assert server.complete(**body)["choices"][0]["finish_reason"] == "stop"
     assert server.idle(5), "the output went on behind its stop string"
 

@@ -16,10 +16,11 @@ import openai
 import psutil
 import pytest
 
+from engines import DEMO_PROMPTS
 from mpi_jobs import LAUNCHER_ENVIRONMENT, mpirun
 from server import ROOT, ServerProcess
 
-PROMPT = "Permission is hereby granted, free of charge"
+PROMPT = DEMO_PROMPTS[0]
 Build = Callable[..., Path]
 
 

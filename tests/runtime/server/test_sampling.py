@@ -7,7 +7,7 @@ import pytest
 
 from server import ServerProcess
 
-PROMPT = "Permission is hereby granted, free of"
+PROMPT = "Tell a story:"  # its names are open
 
 
 def complete(server: ServerProcess, **body: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_policies_change_no_text(server: ServerProcess, policy: str) -> None:
 
 
 def test_a_repeated_prompt_is_cached(server: ServerProcess) -> None:
-    prompt = "A licence that was written for this test alone. " * 8
+    prompt = "An order that was placed for this test alone. " * 8
     first, second = (complete(server, prompt=prompt) for _ in range(2))
     assert first["choices"] == second["choices"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

@@ -10,7 +10,7 @@ from trtree.runtime.bench import soak
 from trtree.runtime.bench.serve import MODES
 from trtree.runtime.bench.soak import Soak
 
-PROMPTS = ["Permission is hereby", "You may"]
+PROMPTS = ["Tell a story:", "Write this order as JSON"]
 
 
 def test_answers_repeat_and_nothing_is_left(server: ServerProcess) -> None:
@@ -59,6 +59,8 @@ def test_what_stays_in_use_is_noticed(
 
     with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         assert response.status_code == 200
+        lines = response.iter_lines()  # kept: its end would be the connection's
+        assert next(lines)
         while server.used_pages() == 0:  # until the first rounds are counted
             time.sleep(0.01)
         with pytest.raises(RuntimeError, match="kv_pages_used"):

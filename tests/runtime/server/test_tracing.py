@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engines import DEMO_PROMPTS
 from server import ServerProcess
 from trtree.runtime import trace
 
@@ -14,7 +15,7 @@ def test_a_servers_trace(demo_engine: Callable[..., Path], tmp_path: Path) -> No
     file = tmp_path / "trace.jsonl"
     process = ServerProcess(demo_engine(), "--trace", file)
     try:
-        usage = process.complete(prompt=["Section 3", "You may"], max_tokens=30)["usage"]
+        usage = process.complete(prompt=list(DEMO_PROMPTS[:2]), max_tokens=30)["usage"]
         assert process.stop() == 0
     finally:
         process.close()

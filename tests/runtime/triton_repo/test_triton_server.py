@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from engines import DEMO_PROMPTS
 from triton_examples import examples
 from tritonserver import GrpcStream, TritonServer, text_of, within
 from trtree.runtime.session import Session
 
 Expected = Callable[..., str]
-PROMPT = "Redistribution and use in source"
-PROMPTS = (PROMPT, "Permission is hereby granted, free of", "The ☃ of")
+PROMPTS = (*DEMO_PROMPTS[:2], "The ☃ of")
+PROMPT = PROMPTS[0]
 SPECULATION: tuple[dict[str, Any], ...] = (
     {},
     {"speculative_mode": "plain"},
@@ -182,7 +183,7 @@ def test_token_ids_in_and_out(server: TritonServer, demo_session: Callable[..., 
         ("trtree", {"unheard_of": 3}, "unknown parameter unheard_of"),
         ("trtree", {"stop": True}, "stop needs the id"),
         ("ensemble", {"beam_width": 2}, "beam_width 2 is not supported; only 1 is"),
-        ("ensemble", {"bad_words": ["Redistribution of source"]}, "only single ones can be"),
+        ("ensemble", {"bad_words": ["a little violin"]}, "only single ones can be"),
         ("tensorrt_llm_bls", {"min_tokens": 9}, "min_tokens 9 is not supported"),
         ("tensorrt_llm_bls", {"max_tokens": -4}, "request_output_len must be at least 1, not -4"),
     ],
@@ -256,8 +257,7 @@ def test_the_documents_examples(server: TritonServer) -> None:
         assert '"error"' not in done.stdout
         outputs.append(done.stdout)
     assert len(outputs) == 5
-    continued = " and binary forms, with or without"
     for output in (outputs[0], outputs[4]):
-        assert continued in output
+        assert "In Drenburg there lived a crow called Choric." in output
     assert "trtree_accepted_tokens_total" in outputs[3]
     assert "of the draft nodes were accepted" in outputs[4]

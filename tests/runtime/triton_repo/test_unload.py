@@ -12,12 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engines import DEMO_PROMPTS
 from tritonserver import TritonServer, within
 from trtree.runtime.triton_repo.repository import write_repository
 from trtree.runtime.triton_repo.settings import EngineSettings
 
 Expected = Callable[..., str]
-PROMPT = "Permission is hereby granted, free of"
+PROMPT = DEMO_PROMPTS[0]
 
 
 def shared_memory(server: TritonServer) -> set[Path]:
