@@ -83,7 +83,8 @@ class QueueFull : public std::runtime_error {
 
 class Executor {
  public:
-  // The engine must outlive the executor.
+  // The engine must outlive the executor, and serve no other: its pages are this one's, those
+  // of finished requests too.
   Executor(Engine& engine, ExecutorConfig config);
   ~Executor();
   Executor(const Executor&) = delete;

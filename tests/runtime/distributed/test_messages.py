@@ -2,15 +2,23 @@
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from trtree import _core
 from trtree._core import distributed
+from trtree.build.engine_dir import EngineDir
 from trtree.runtime.distributed.layout import JobError, Layout
+from trtree.runtime.engines.cpu import load_cpu_engine
 from trtree.runtime.executor import Executor, ExecutorConfig, Request, SpeculativeConfig
-from trtree.runtime.session import Session
+
+
+@pytest.fixture(scope="module")
+def engine(demo_engine: Callable[..., Path]) -> _core.Engine:
+    """Not a session's: two executors over one engine would write to each other's pages."""
+    return load_cpu_engine(EngineDir.open(demo_engine()), num_threads=1)
 
 
 def fields(thing: object) -> dict[str, object]:
@@ -18,9 +26,9 @@ def fields(thing: object) -> dict[str, object]:
 
 
 def test_statistics_and_round_records_can_be_sent(
-    demo_session: Callable[..., Session],
+    engine: _core.Engine,
 ) -> None:
-    executor = Executor(demo_session().engine, ExecutorConfig(record_rounds=True))
+    executor = Executor(engine, ExecutorConfig(record_rounds=True))
     executor.enqueue_request(Request([5, 17, 300, 9], 8, speculative=SpeculativeConfig()))
     while executor.await_responses():
         pass
@@ -44,9 +52,8 @@ def test_statistics_and_round_records_can_be_sent(
     ],
 )
 def test_a_message_cut_short_is_refused(
-    demo_session: Callable[..., Session], message: list[int], named: str
+    engine: _core.Engine, message: list[int], named: str
 ) -> None:
-    engine: _core.Engine = demo_session().engine
     with pytest.raises(ValueError, match=named):
         distributed.make_call(engine, np.array(message, np.int32))
 
