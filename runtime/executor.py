@@ -1,5 +1,7 @@
 """The executor's Python surface. The executor itself is C++ (``runtime/cpp/executor.hpp``)."""
 
+from typing import Protocol
+
 from trtree._core import (
     BudgetPolicy,
     CapacitySchedulerPolicy,
@@ -30,6 +32,7 @@ __all__ = [
     "DecodingMode",
     "Executor",
     "ExecutorConfig",
+    "ExecutorLike",
     "ExecutorStatistics",
     "FinishReason",
     "KvCacheConfig",
@@ -46,6 +49,17 @@ __all__ = [
     "TreeKind",
     "executor_config",
 ]
+
+
+class ExecutorLike(Protocol):
+    """An executor: in this process, or another replica's."""
+
+    def enqueue_request(self, request: Request) -> int: ...
+    def await_responses(self, timeout_seconds: float = 0.0) -> list[Response]: ...
+    def cancel_request(self, request_id: int) -> None: ...
+    def shutdown(self) -> None: ...
+    def take_rounds(self) -> list[RoundRecord]: ...
+    def latest_statistics(self) -> ExecutorStatistics: ...
 
 
 def executor_config(engine: EngineDir, num_threads: int | None = None) -> ExecutorConfig:

@@ -19,9 +19,9 @@ from trtree.build.engine_dir import EngineDir
 from trtree.runtime.executor import (
     BudgetPolicy,
     DecodingMode,
+    ExecutorLike,
     ExecutorStatistics,
     QueueFullError,
-    Request,
     Response,
     RoundRecord,
     SpeculativeConfig,
@@ -55,17 +55,6 @@ __all__ = [
 
 IDLE_SECONDS = 0.2  # how long an executor without requests waits before it looks up
 _log = logging.getLogger(__name__)
-
-
-class ExecutorLike(Protocol):
-    """An executor, in this process or another."""
-
-    def enqueue_request(self, request: Request) -> int: ...
-    def await_responses(self, timeout_seconds: float = 0.0) -> list[Response]: ...
-    def cancel_request(self, request_id: int) -> None: ...
-    def shutdown(self) -> None: ...
-    def take_rounds(self) -> list[RoundRecord]: ...
-    def latest_statistics(self) -> ExecutorStatistics: ...
 
 
 class RoundLog(Protocol):

@@ -22,13 +22,13 @@ from trtree.runtime.distributed.agreement import agree
 from trtree.runtime.distributed.health import Heartbeats
 from trtree.runtime.distributed.layout import JobError, Layout
 from trtree.runtime.distributed.parts import load_part
-from trtree.runtime.distributed.remote import ExecutorLike, RemoteExecutor, serve_executor
+from trtree.runtime.distributed.remote import RemoteExecutor, serve_executor
 from trtree.runtime.distributed.worker import Replica
 from trtree.runtime.distributed.world import World
 from trtree.runtime.engines import load_engine
-from trtree.runtime.executor import Executor, ExecutorConfig, executor_config
+from trtree.runtime.executor import Executor, ExecutorConfig, ExecutorLike, executor_config
 
-__all__ = ["ExecutorLike", "Job", "JobError", "Layout", "open_job"]
+__all__ = ["Job", "JobError", "Layout", "open_job"]
 
 START_TIMEOUT = 600.0  # seconds that rank 0 waits for all ranks to load their weights
 END_TIMEOUT = 20.0  # seconds that rank 0 waits for the others once no more requests are taken

@@ -7,7 +7,7 @@ whether or not anybody awaits them.
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from trtree.runtime.distributed.world import sleeps, wait_for
 from trtree.runtime.executor import (
@@ -28,17 +28,6 @@ _ERRORS: dict[str, type[Exception]] = {
     "QueueFullError": QueueFullError,
     "RuntimeError": RuntimeError,
 }
-
-
-class ExecutorLike(Protocol):
-    """What this process's Executor and another replica's have in common."""
-
-    def enqueue_request(self, request: Request) -> int: ...
-    def await_responses(self, timeout_seconds: float = 0.0) -> list[Response]: ...
-    def cancel_request(self, request_id: int) -> None: ...
-    def shutdown(self) -> None: ...
-    def take_rounds(self) -> list[RoundRecord]: ...
-    def latest_statistics(self) -> ExecutorStatistics: ...
 
 
 class RemoteExecutor:

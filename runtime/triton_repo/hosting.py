@@ -15,8 +15,7 @@ from pathlib import Path
 
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.runtime.engines import load_engine
-from trtree.runtime.executor import Executor
-from trtree.runtime.service import ExecutorLike
+from trtree.runtime.executor import Executor, ExecutorLike
 from trtree.runtime.triton_repo.remote_job import JobClient
 from trtree.runtime.triton_repo.settings import EngineSettings
 

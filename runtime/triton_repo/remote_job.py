@@ -16,13 +16,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from trtree.runtime.executor import (
+    ExecutorLike,
     ExecutorStatistics,
     QueueFullError,
     Request,
     Response,
     RoundRecord,
 )
-from trtree.runtime.service import ExecutorLike
 
 _ROUND_SECONDS = 0.05  # an idle executor looks this often whether its client is gone
 # Errors that a caller of an Executor tells apart.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dequantized import dequantized
 from engines import write_tokenizer
 from random_moe import fused, glm4_moe_config, qwen3_moe_config, random_moe
 from steps import prefill
@@ -15,7 +16,6 @@ from trtree import _core
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint
 from trtree.build.options import BuildOptions
-from trtree.plugins.nvfp4_linear import format as nvfp4
 from trtree.runtime.engines import open_engine
 
 CONFIGS = {
@@ -45,20 +45,6 @@ def export(config: dict[str, Any], directory: Path) -> None:
         mtq.quantize(model, copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), lambda m: m(token_ids))
         export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=str(directory))
     write_tokenizer(directory, config["vocab_size"])
-
-
-def dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every tensor in float32, NVFP4 weights expanded."""
-    tensors = {}
-    for name in checkpoint.names():
-        module, _, part = name.rpartition(".")
-        if part == "weight" and f"{module}.weight_scale" in checkpoint:
-            weight = checkpoint.linear([module]).weight
-            assert isinstance(weight, nvfp4.QuantizedTensor)
-            tensors[name] = nvfp4.dequantize(weight)
-        elif not part.endswith(("_scale", "_scale_2")):
-            tensors[name] = checkpoint.tensor(name).float()
-    return tensors
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding import run
 from toy_engine import ToyEngine, decode
 from trtree.runtime.executor import (
     CapacitySchedulerPolicy,
@@ -16,7 +17,6 @@ from trtree.runtime.executor import (
     KvCacheConfig,
     QueueFullError,
     Request,
-    Response,
     SchedulerConfig,
     SpeculativeConfig,
     TreeKind,
@@ -29,17 +29,6 @@ NO_EVICT = SchedulerConfig(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT)
 
 def tree(budget: int) -> SpeculativeConfig:
     return SpeculativeConfig(DecodingMode.TREE, TreeKind.DYNAMIC, budget)
-
-
-def run(executor: Executor, requests: list[Request]) -> list[tuple[list[int], Response]]:
-    ids = [executor.enqueue_request(request) for request in requests]
-    tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
-    last: dict[int, Response] = {}
-    while responses := executor.await_responses():
-        for response in responses:
-            tokens[response.request_id] += response.token_ids
-            last[response.request_id] = response
-    return [(tokens[request_id], last[request_id]) for request_id in ids]
 
 
 # Prompts that share beginnings of several lengths.

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding import run
 from toy_engine import ToyEngine, decode
 from trtree import _core
 from trtree.runtime.executor import (
@@ -12,7 +13,6 @@ from trtree.runtime.executor import (
     Executor,
     ExecutorConfig,
     Request,
-    Response,
     SpeculativeConfig,
     TreeKind,
 )
@@ -31,17 +31,6 @@ def speculative(
     seed: bool = False,
 ) -> SpeculativeConfig:
     return SpeculativeConfig(mode, TreeKind.DYNAMIC, budget, 0, policy, seed)
-
-
-def run(executor: Executor, requests: list[Request]) -> list[tuple[list[int], Response]]:
-    ids = [executor.enqueue_request(request) for request in requests]
-    tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
-    last: dict[int, Response] = {}
-    while responses := executor.await_responses():
-        for response in responses:
-            tokens[response.request_id] += response.token_ids
-            last[response.request_id] = response
-    return [(tokens[request_id], last[request_id]) for request_id in ids]
 
 
 configs = st.builds(

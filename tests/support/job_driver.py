@@ -19,10 +19,11 @@ from pathlib import Path
 from trtree import _core
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.runtime.distributed import job as job_module
-from trtree.runtime.distributed.job import ExecutorLike, Job, JobError, open_job
+from trtree.runtime.distributed.job import Job, JobError, open_job
 from trtree.runtime.executor import (
     DecodingMode,
     ExecutorConfig,
+    ExecutorLike,
     QueueFullError,
     Request,
     SpeculativeConfig,
