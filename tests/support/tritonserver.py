@@ -79,7 +79,7 @@ class TritonServer(LocalServer):
         """Whether requests and pages are gone soon."""
         names = ("requests_running", "requests_waiting")
         return within(15, lambda: not any(self.metric(f"trtree_{n}") for n in names)) and within(
-            5, lambda: self.used_pages() == 0
+            30, lambda: self.used_pages() == 0
         )
 
     def used_pages(self) -> float:

@@ -84,13 +84,14 @@ def test_requests_share_steps(
             assert text.startswith(answer["text_output"].removesuffix("\ufffd"))
         tokens = sum(answer["num_output_tokens"] for answer in answers)
         assert tokens == sum(range(64, 96))
-        # Triton's metrics follow the executor's now and then.
-        all_tokens = tokens_before + tokens
+        # Triton's metrics follow the executor's now and then: what came before may come with them.
+        enough = tokens_before + tokens
         assert within(
-            5, lambda one=one, n=all_tokens: one.metric("trtree_output_tokens_total") == n
+            30, lambda one=one, n=enough: one.metric("trtree_output_tokens_total") >= n
         )
+        all_tokens = one.metric("trtree_output_tokens_total") - tokens_before
         forwards = one.metric("trtree_target_forwards_total") - before
-        assert forwards < tokens / 3
+        assert 0 < forwards < all_tokens / 3
         assert one.metric("trtree_step_requests_max", "trtree") == 8  # the demo's max_batch_size
 
 
@@ -222,14 +223,14 @@ def test_pages_are_free_once_a_client_has_gone(server: TritonServer, model: str)
     cancelled = server.metric("trtree_output_tokens_total")
     events = server.events(model, **values)
     assert "error" not in next(events)
-    assert within(5, lambda: server.metric("trtree_requests_running") == 1)
-    assert within(5, lambda: server.used_pages() > 0)
+    assert within(30, lambda: server.metric("trtree_requests_running") == 1)
+    assert within(30, lambda: server.used_pages() > 0)
     events.close()  # type: ignore[attr-defined]
     assert server.idle()
     grpc = GrpcStream(server)
     grpc.send(model, batched=model != "trtree", **values)
     grpc.next()
-    assert within(5, lambda: server.metric("trtree_requests_running") == 1)
+    assert within(30, lambda: server.metric("trtree_requests_running") == 1)
     grpc.cancel()
     assert server.idle()
     assert server.metric("trtree_output_tokens_total") - cancelled < 2 * 1500

@@ -1,0 +1,111 @@
+"""The vocabulary: embeddings, linears and norms."""
+
+from collections.abc import Sequence
+
+from trtree.build.network.graph_core import GraphCore, static
+from trtree.build.network.network import DType, Owner, Tensor
+from trtree.build.network.weight_source import Parallel, WeightInfo
+
+
+class LinearOps(GraphCore):
+    """Ops whose weights are a module's."""
+
+    def embedding(
+        self, module: str, token_ids: Tensor, *, vocab: int, hidden: int, owner: Owner | None = None
+    ) -> Tensor:
+        """token_ids int32 [rows] -> [rows, hidden]."""
+        weight = self._weight([module], [vocab], hidden, owner)
+        return self._op(
+            "embedding", module, [token_ids], [(*token_ids.shape, hidden)], weights=[weight]
+        )[0]
+
+    def linear(
+        self,
+        module: str,
+        x: Tensor,
+        out_features: int,
+        *,
+        name: str | None = None,
+        owner: Owner | None = None,
+        parallel: Parallel | None = None,
+        dtype: DType | None = None,
+    ) -> Tensor:
+        """x [rows, in_features] -> [rows, out_features]: x @ weight.T (+ bias).
+
+        ``name`` is the op's, where it is not the module's. ``parallel`` says how ranks
+        share it; the shapes here are those of all ranks together. ``dtype`` is the
+        result's, where it is not the network's.
+        """
+        return self._linear([module], name or module, x, [out_features], owner, parallel, dtype)
+
+    def linears(
+        self,
+        modules: Sequence[str],
+        x: Tensor,
+        sizes: Sequence[int],
+        *,
+        parallel: Parallel | None = None,
+    ) -> list[Tensor]:
+        """Several linears of one input, fused into one where their weights are of one kind."""
+        in_features = static(x.shape[-1], f"{modules[0]}: in_features")
+        infos = self._infos(modules, sizes, in_features, self._owner)
+        if not all(info.fuses_with(infos[0]) for info in infos):
+            return [
+                self.linear(module, x, size, parallel=parallel)
+                for module, size in zip(modules, sizes, strict=True)
+            ]
+        fused = self._linear(modules, "+".join(modules), x, sizes, None, parallel)
+        return list(
+            self._op(
+                "split",
+                f"{'+'.join(modules)}.split",
+                [fused],
+                [(*x.shape[:-1], size) for size in sizes],
+                attrs={"sizes": list(sizes)},
+            )
+        )
+
+    def rms_norm(self, module: str, x: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis, whatever the
+        others are."""
+        features = static(x.shape[-1], f"{module}: features")
+        weight = self._weight([module], [features], offset=offset)
+        return self._op("rms_norm", module, [x], [x.shape], weights=[weight], attrs={"eps": eps})[0]
+
+    def _linear(
+        self,
+        modules: Sequence[str],
+        name: str,
+        x: Tensor,
+        sizes: Sequence[int],
+        owner: Owner | None,
+        parallel: Parallel | None,
+        dtype: DType | None = None,
+    ) -> Tensor:
+        in_features = static(x.shape[-1], f"{name}: in_features")
+        infos = self._infos(modules, sizes, in_features, owner or self._owner)
+        if infos[0].pre_quant_scale:
+            x = self._scale(modules[0], x, in_features, owner, parallel)
+        weight = self._weight(modules, sizes, in_features, owner)
+        shape = (*x.shape[:-1], sum(sizes))
+        given = {"parallel": parallel, "dtype": dtype}
+        attrs = {key: value for key, value in given.items() if value}
+        dtypes = [dtype or self.network.dtype]
+        (y,) = self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)
+        return y
+
+    def _scale(
+        self,
+        module: str,
+        x: Tensor,
+        features: int,
+        owner: Owner | None,
+        parallel: Parallel | None,
+    ) -> Tensor:
+        """x * the module's pre_quant_scale [features]; ranks that share x share the vector."""
+        path, owner = self._path(f"{module}.pre_quant_scale"), owner or self._owner
+        info = WeightInfo("dense", (features,), "float32")
+        weight = self._add_weight(path, (path,), (features,), [features], info, owner)
+        attrs = {"parallel": "column"} if parallel == "row" else {}
+        name = f"{module}.pre_quant_scale"
+        return self._op("scale", name, [x], [x.shape], weights=[weight], attrs=attrs)[0]
