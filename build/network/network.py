@@ -174,7 +174,7 @@ class Network:
         try:
             tensors = [Tensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]]
             weights = [
-                Weight(**{**w, **{key: tuple(w[key]) for key in _WEIGHT_TUPLES}})
+                Weight(**{**w, **{key: tuple(w[key]) for key in _WEIGHT_TUPLES if key in w}})
                 for w in data["weights"]
             ]
             ops = [
