@@ -389,7 +389,7 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
 
 def request_state_bytes(networks: Iterable[Network]) -> int:
     """Recurrent state and convolution windows that a request keeps, whatever its length."""
-    states = {s.name: s for n in networks for s in n.states.values() if s.kind != "kv"}
+    states = {s.name: s for n in networks for s in n.states.values() if not s.paged}
     return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values())
 
 
