@@ -62,8 +62,8 @@ def _add(low: Lowering, op: Op, x: Values) -> Values:
 def _split(low: Lowering, op: Op, x: Values) -> Values:
     _inherit(low, op)
     parts, start = [], 0
-    for index, whole in enumerate(op.attrs["sizes"]):
-        size = whole // low.ranks_of(op.inputs[0])
+    for index, name in enumerate(op.outputs):
+        size = low.extent(name)
         parts.append(_last_axis_slice(low, f"part{index}", x[0], start, size))
         start += size
     return parts
@@ -88,13 +88,12 @@ def _reshape(low: Lowering, op: Op, x: Values) -> Values:
     _inherit(low, op)
     before = low.network.tensors[op.inputs[0]].shape
     after = low.network.tensors[op.outputs[0]].shape
-    ranks = low.ranks_of(op.inputs[0])
+    extent = low.extent(op.outputs[0])
     if (len(before), len(after)) == (2, 3):
-        shape = (0, 0, int(after[1]) // ranks, int(after[2]))
+        shape = (0, 0, extent, int(after[2]))
         return [low.emit.shuffle("heads", x[0], shape, after=(0, 2, 1, 3))]
     if (len(before), len(after)) == (3, 2):
-        features = int(after[1]) // ranks
-        return [low.emit.shuffle("merged", x[0], (0, 0, features), before=(0, 2, 1, 3))]
+        return [low.emit.shuffle("merged", x[0], (0, 0, extent), before=(0, 2, 1, 3))]
     raise NetworkError(
         f"{op.name}: the TensorRT lowering has no reshape from {list(before)} to {list(after)}"
     )
