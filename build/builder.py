@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -87,6 +87,19 @@ class EngineDescription:
     def rank(self, rank: int) -> RankNetworks:
         """What one rank runs and stores; not of a TensorRT engine."""
         return shard_networks(self.networks, self.weights, Shard(rank, self.options.tp))
+
+    @property
+    def request_state_bytes(self) -> int:
+        """Recurrent state and convolution windows that a request keeps on one rank, whatever
+        its length."""
+        networks = self.networks if self.options.on_tensorrt else self.rank(0).networks
+        states = {s.name: s for n in networks.values() for s in n.states.values()}
+        return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values() if not s.paged)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Places for snapshots of that state."""
+        return self.options.num_snapshots if self.request_state_bytes else 0
 
     @property
     def engine_sizes(self) -> tensorrt.Sizes:
@@ -383,17 +396,12 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
             "max_batch_size": options.max_batch_size,
             "max_num_rows": options.max_num_rows,
             "max_seq_len": description.max_seq_len,
-            "request_state_bytes": request_state_bytes(description.networks.values()),
+            "request_state_bytes": description.request_state_bytes,
+            "state_snapshots": description.num_snapshots,
         },
         "mapping": {"world_size": options.tp, "tp_size": options.tp},
         "speculative_config": _speculative_config(description),
     }
-
-
-def request_state_bytes(networks: Iterable[Network]) -> int:
-    """Recurrent state and convolution windows that a request keeps, whatever its length."""
-    states = {s.name: s for n in networks for s in n.states.values() if s.kind != "kv"}
-    return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values())
 
 
 def _speculative_config(description: EngineDescription) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from lowered import (
 )
 from network_evaluator import NetworkEvaluator, evaluate_together
 from op_checks import check_op, relative
+from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.division import Shard
@@ -60,6 +61,9 @@ CASES = {
         glm4_moe_config(**TINY, n_group=1, topk_group=1, attention_bias=False, use_qk_norm=False),
         None,
     ),
+    "hybrid-next": (hybrid_config("Qwen3NextForCausalLM", **TINY), None),
+    "hybrid-3.5-w4a4": (hybrid_config("Qwen3_5ForCausalLM", **TINY), "NVFP4"),
+    "hybrid-3.5-moe": (hybrid_config("Qwen3_5MoeForCausalLM", **TINY), None),
     "bf16-window": (
         tiny_config(
             **TINY,

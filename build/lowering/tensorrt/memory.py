@@ -17,6 +17,7 @@ def kv_bytes(network: Network, sizes: Sizes, encoding: Encoding) -> int:
     per_slot = sum(
         2 * len(encoding.shard.kv_heads(s.heads, s.name)) * s.head_dim * _ITEM_BYTES[s.dtype]
         for s in network.states.values()
+        if s.kind == "kv"
     )
     return sizes.kv_slots * per_slot
 
