@@ -351,8 +351,9 @@ def _indexed(scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 # Ops that run on a rank's own heads or features as they do on all of them.
 _ON_PARTS = frozenset(
-    {"experts_down", "kv_append", "linear", "reshape", "rms_norm", "rotary_embedding"}
-    | {"scale", "sigmoid_mul", "silu_mul", "split", "tree_attention"}
+    {"concat", "experts_down", "head_linear", "kv_append", "latent_attention", "linear"}
+    | {"reshape", "rms_norm", "rotary_embedding", "scale", "sigmoid_mul", "silu_mul", "split"}
+    | {"tree_attention"}
 )
 
 
@@ -436,7 +437,7 @@ class _NetworkShard:
         if op.state is None:
             return
         state = self._whole.states[op.state]
-        if divided:
+        if divided and state.kind != "latent":  # which all heads share
             own = self._shard.kv_heads(state.heads, f"{state.name}: KV heads")
             state = replace(state, heads=len(own))
         self.network.states[op.state] = state

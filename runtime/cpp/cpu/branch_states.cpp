@@ -10,7 +10,7 @@ BranchStates::BranchStates(const Plan& plan, int32_t slots)
     : plan_(plan), states_(plan.states.size()) {
   for (size_t i = 0; i < plan.states.size(); ++i) {
     const PlanState& state = plan.states[i];
-    if (state.kind == StateKind::kKv) continue;
+    if (state.paged()) continue;
     any_ = true;
     int64_t floats = slots * state.heads * state.head_dim;
     if (state.kind == StateKind::kRecurrent) floats *= state.value_dim;
