@@ -85,8 +85,9 @@ def vocabulary_bounds(size: int, ranks: int) -> list[int]:
 
 # Ops that run on a rank's own heads or features as they do on all of them.
 ON_PARTS = frozenset(
-    {"experts_down", "kv_append", "linear", "reshape", "rms_norm", "rotary_embedding"}
-    | {"scale", "sigmoid_mul", "silu_mul", "split", "tree_attention"}
+    {"concat", "experts_down", "head_linear", "kv_append", "latent_attention", "linear"}
+    | {"reshape", "rms_norm", "rotary_embedding", "scale", "sigmoid_mul", "silu_mul", "split"}
+    | {"tree_attention"}
 )
 
 

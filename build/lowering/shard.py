@@ -316,7 +316,7 @@ class _NetworkShard:
         if op.state is None:
             return
         state = self._whole.states[op.state]
-        if divided:
+        if divided and state.kind != "latent":  # which all heads share
             own = self._shard.kv_heads(state.heads, f"{state.name}: KV heads")
             state = replace(state, heads=len(own))
         self.network.states[op.state] = state
