@@ -23,7 +23,8 @@ from trtree.build.engine_dir import (
     writing,
 )
 from trtree.build.lowering import LOWERINGS
-from trtree.build.lowering.shard import RankNetworks, Shard, shard_networks
+from trtree.build.lowering.division import Shard
+from trtree.build.lowering.shard import RankNetworks, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
 from trtree.build.lowering.tensorrt.paged import PagedSizes
 from trtree.build.lowering.weights import WeightPlan, plan_weights
@@ -76,10 +77,12 @@ class EngineDescription:
         return ["target", "drafter"] if self.drafter else ["target"]
 
     def weight_bytes(self, owner: Owner) -> int:
-        """Weights of an owner's networks on one rank."""
+        """Weights of an owner's networks on the last rank, which has the most."""
         if self.options.on_tensorrt:
             return tensorrt.rank_bytes(self.options, self.networks, owner)
-        return LOWERINGS[self.options.backend].stored_bytes(self.rank(0).weights, owner)
+        return LOWERINGS[self.options.backend].stored_bytes(
+            self.rank(self.options.tp - 1).weights, owner
+        )
 
     def rank(self, rank: int) -> RankNetworks:
         """What one rank runs and stores; not of a TensorRT engine."""
@@ -92,7 +95,7 @@ class EngineDescription:
         networks = self.networks if self.options.on_tensorrt else self.rank(0).networks
         states = {s.name: s for n in networks.values() for s in n.states.values()}
         return sum(
-            math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values() if s.kind != "kv"
+            math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values() if not s.paged
         )
 
     @property

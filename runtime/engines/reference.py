@@ -15,8 +15,9 @@ from trtree.build.engine_dir import EngineDir
 from trtree.build.lowering.reference import TORCH_DTYPES, ReferenceNetwork, StepContext
 from trtree.build.lowering.reference_weights import SUFFIX, load_networks
 from trtree.build.network.network import Owner, State
-from trtree.plugins import branch_state
+from trtree.plugins import branch_state, latent_cache
 from trtree.plugins.branch_state import StateSegment
+from trtree.plugins.latent_cache import LatentCache
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 from trtree.runtime.engines.manifest import capabilities_of
@@ -55,11 +56,12 @@ class ReferenceEngine(_core.Engine):
             for state in loaded.network.states.values()
         }
         self._caches = {s.name: self._cache(s) for s in states.values() if s.kind == "kv"}
+        self._latents = {s.name: self._latent(s) for s in states.values() if s.kind == "latent"}
         slots, snapshots = (
             self._capabilities.max_batch_size,
             self._capabilities.state_snapshots,
         )
-        branching = [s for s in states.values() if s.kind != "kv"]
+        branching = [s for s in states.values() if not s.paged]
         self._committed = {s.name: _states(slots, s) for s in branching}
         self._saved = {s.name: _states(snapshots, s) for s in branching}
         speculative = engine.manifest["speculative_config"]
@@ -97,6 +99,7 @@ class ReferenceEngine(_core.Engine):
                 self._committed,
                 list(branches.values()),
                 row_states,
+                self._latents,
             ),
         )
         captured = outputs.get("captured")
@@ -121,6 +124,8 @@ class ReferenceEngine(_core.Engine):
             for name in self._networks["target"].network.states:
                 if name in self._caches:
                     attention.commit(self._caches[name], step.segments[request_id], rows)
+                elif name in self._latents:
+                    latent_cache.commit(self._latents[name], step.segments[request_id], rows)
             for name, states in step.row_states.items():
                 branch_state.commit(
                     self._committed[name], states, step.branches[request_id], rows.tolist()
@@ -209,6 +214,10 @@ class ReferenceEngine(_core.Engine):
         shape = (self._capabilities.num_pages, self._capabilities.page_size, *state.shape)
         dtype = TORCH_DTYPES[state.dtype]
         return PagedKv(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+
+    def _latent(self, state: State) -> LatentCache:
+        shape = (self._capabilities.num_pages, self._capabilities.page_size, state.head_dim)
+        return LatentCache(torch.zeros(shape, dtype=TORCH_DTYPES[state.dtype]))
 
 
 def _states(count: int, state: State) -> torch.Tensor:
