@@ -94,9 +94,7 @@ class EngineDescription:
         its length."""
         networks = self.networks if self.options.on_tensorrt else self.rank(0).networks
         states = {s.name: s for n in networks.values() for s in n.states.values()}
-        return sum(
-            math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values() if not s.paged
-        )
+        return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values() if not s.paged)
 
     @property
     def num_snapshots(self) -> int:

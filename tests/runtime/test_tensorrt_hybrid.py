@@ -4,15 +4,12 @@ runs, kept until commit, and moved along the accepted path."""
 import random
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engines import random_checkpoint
 from evaluated_engine import EvaluatedExecutable, evaluated_engine
-from planted import plant
 from random_drafter import random_drafter
 from random_hybrid import hybrid_config
 from runner_checks import CHAIN, PLAIN, TREE, decode

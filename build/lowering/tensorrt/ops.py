@@ -72,7 +72,7 @@ def _split(low: Lowering, op: Op, x: Values) -> Values:
     """Of features, which ranks may divide, or of every head."""
     _inherit(low, op)
     parts, start = [], 0
-    for name, whole in zip(op.outputs, op.attrs["sizes"], strict=True):
+    for index, (name, whole) in enumerate(zip(op.outputs, op.attrs["sizes"], strict=True)):
         size = low.extent(name) if len(x[0].shape) == 3 else whole
         parts.append(_last_axis_slice(low, f"part{index}", x[0], start, size))
         start += size
