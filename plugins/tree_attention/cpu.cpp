@@ -73,9 +73,11 @@ void attend(const Attention& attention, Parallel& parallel, Isa isa) {
     throw std::invalid_argument("tree attention needs a head size that is a multiple of " +
                                 std::to_string(kLanes) + ", not " + std::to_string(cache.head_dim));
   }
-  const int32_t tile_rows = attention.window > 0 ? 1 : kTileRows;
   std::vector<Tile> tiles;
   for (const Segment& segment : attention.segments) {
+    // As few tiles as can be, each of about as many rows.
+    const int32_t parts = (segment.num_rows + kTileRows - 1) / kTileRows;
+    const int32_t tile_rows = attention.window > 0 ? 1 : (segment.num_rows + parts - 1) / parts;
     for (int64_t head = 0; head < cache.heads; ++head) {
       for (int32_t row = 0; row < segment.num_rows; row += tile_rows) {
         tiles.push_back({&segment, row, std::min(tile_rows, segment.num_rows - row), head});
