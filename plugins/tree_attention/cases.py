@@ -124,7 +124,7 @@ def make_inputs(case: AttentionCase) -> AttentionInputs:
     rng = random.Random(case.seed)
     sizes = case.segment_sizes
     num_rows = sum(rows for rows, _ in sizes)
-    segments = _segments(sizes, case.page_size, rng)
+    segments = make_segments(sizes, case.page_size, rng)
     parents = [random_tree(rows, rng) for rows, _ in sizes]
     words = (max(rows for rows, _ in sizes) + 31) // 32
 
@@ -183,9 +183,10 @@ def rope_table(rotary_dim: int, num_positions: int, theta: float = 10000.0) -> R
     return Rope(torch.cat([angle.cos(), angle.sin()], dim=-1).float())
 
 
-def _segments(
+def make_segments(
     sizes: list[tuple[int, int]], page_size: int, rng: random.Random
 ) -> list[AttentionSegment]:
+    """Requests of (rows, committed tokens), their pages in random order."""
     counts = [-(-(rows + context) // page_size) for rows, context in sizes]
     shuffled = list(range(sum(counts)))
     rng.shuffle(shuffled)
