@@ -183,6 +183,9 @@ void NetworkRunner::run_rows(const PlanOp& op, const StepRows& rows, int64_t beg
       return attention::append(caches_.kv[op.state], rows.segments, {k.data, k.stride},
                                {v.data, v.stride}, begin, end);
     }
+    case OpKind::kLayerNorm:
+      return layer_norm(part(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
+                        part(op.outputs[0]));
     case OpKind::kRmsNorm:
       return rms_norm(part(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
                       part(op.outputs[0]));
@@ -253,10 +256,6 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     }
     case OpKind::kLatentAttention:
       latent_attention(op, rows);
-      break;
-    case OpKind::kLayerNorm:
-      layer_norm(tensor(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
-                 tensor(op.outputs[0]), parallel_);
       break;
     case OpKind::kLinear:
       linear(op);

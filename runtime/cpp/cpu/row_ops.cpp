@@ -92,15 +92,13 @@ void rms_norm(const Matrix& x, const float* weight, int64_t heads, double eps, c
 }
 
 void layer_norm(const Matrix& x, const float* parameters, int64_t heads, double eps,
-                const Matrix& y, Parallel& parallel) {
+                const Matrix& y) {
   const int64_t n = x.width / heads;
-  parallel.parallel_for(x.rows, row_grain(x.width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      for (int64_t h = 0; h < heads; ++h) {
-        layer_norm_part(x.row(r) + h * n, parameters, n, eps, y.row(r) + h * n);
-      }
+  for (int64_t r = 0; r < y.rows; ++r) {
+    for (int64_t h = 0; h < heads; ++h) {
+      layer_norm_part(x.row(r) + h * n, parameters, n, eps, y.row(r) + h * n);
     }
-  });
+  }
 }
 
 void rotary_angles(std::span<const int32_t> positions, const PlanRope& rope, double* angles) {
