@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trtree.build.engine_dir import EngineDirWriter, plan_file, weights_file
-from trtree.build.lowering.shard import TILE, WHOLE, Shard, segment_bounds
+from trtree.build.lowering.division import TILE, WHOLE, Shard, segment_bounds
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader, read_vector
 from trtree.build.network.network import (
     Network,

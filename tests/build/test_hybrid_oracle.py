@@ -4,14 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from engines import ROOT, write_target
+from oracle import check_logits, reference_engine
 from random_hybrid import hybrid_config, random_hybrid, transformers_model
-from steps import prefill
-from trtree import _core
 from trtree.build import builder
 from trtree.build.builder import manifest_of
 from trtree.build.checkpoint import CheckpointError
@@ -19,9 +17,7 @@ from trtree.build.models import family_of
 from trtree.build.network.network import NetworkError
 from trtree.build.options import BuildOptions, OptionError
 from trtree.build.plan import memory_plan
-from trtree.runtime.engines import open_engine
 
-TOLERANCE = 1e-4
 NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 CASES = {
     "next": hybrid_config(NEXT),
@@ -40,26 +36,8 @@ CASES = {
 def test_target_against_transformers(tmp_path: Path, case: str) -> None:
     config = CASES[case]
     tensors = random_hybrid(config, dtype=torch.float32)
-    checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
-    options = BuildOptions(
-        checkpoint=checkpoint, output=tmp_path / "engine", backend="reference", page_size=4
-    )
-    _, engine = open_engine(builder.write(builder.describe(options)))
-    token_ids = torch.randint(0, 80, (48,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        model = transformers_model(config, tensors)
-        expected = model(token_ids[None]).logits[0].numpy()
-
-    assert expected.std() > 0.1  # the network says something
-    pages = list(range(12))
-    first = prefill(engine, _core.Sequence(1, 3, 0, pages), token_ids[:40].tolist())
-    np.testing.assert_allclose(first, expected[:40], rtol=0, atol=TOLERANCE)
-    chunk = prefill(engine, _core.Sequence(1, 3, 40, pages), token_ids[40:44].tolist())
-    np.testing.assert_allclose(chunk, expected[40:44], rtol=0, atol=TOLERANCE)
-    for position in range(44, 48):  # and one token at a time
-        at = _core.Sequence(1, 3, position, pages)
-        logits = prefill(engine, at, [int(token_ids[position])])
-        np.testing.assert_allclose(logits[0], expected[position], rtol=0, atol=TOLERANCE)
+    model = transformers_model(config, tensors)
+    check_logits(reference_engine(tmp_path, config, tensors), model, chunks=(40, 4))
 
 
 def multimodal(text: dict[str, Any]) -> dict[str, Any]:

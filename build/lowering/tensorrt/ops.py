@@ -8,6 +8,7 @@ from trtree.build.lowering.tensorrt.attention import (
     rotary_embedding,
     tree_attention,
 )
+from trtree.build.lowering.tensorrt.branch import causal_conv, gated_delta_net
 from trtree.build.lowering.tensorrt.context import Lowering, OpFunction
 from trtree.build.lowering.tensorrt.experts import experts_down, experts_up, route
 from trtree.build.lowering.tensorrt.linear import linear
@@ -55,25 +56,34 @@ def _silu_mul(low: Lowering, op: Op, x: Values) -> Values:
     return [low.rounded(emit.binary("gated", "PROD", silu, up))]
 
 
+def _sigmoid_mul(low: Lowering, op: Op, x: Values) -> Values:
+    """The gate is of x's shape, or one number for all of a row's."""
+    emit = low.emit
+    _inherit(low, op)
+    gate = emit.sigmoid("sigmoid", emit.wide(x[1]))
+    return [low.rounded(emit.binary("gated", "PROD", emit.wide(x[0]), gate))]
+
+
 def _add(low: Lowering, op: Op, x: Values) -> Values:
     return [low.emit.binary("sum", "SUM", x[0], x[1])]
 
 
 def _split(low: Lowering, op: Op, x: Values) -> Values:
+    """Of features, which ranks may divide, or of every head."""
     _inherit(low, op)
     parts, start = [], 0
-    for index, whole in enumerate(op.attrs["sizes"]):
-        size = whole // low.ranks_of(op.inputs[0])
+    for name, whole in zip(op.outputs, op.attrs["sizes"], strict=True):
+        size = low.extent(name) if len(x[0].shape) == 3 else whole
         parts.append(_last_axis_slice(low, f"part{index}", x[0], start, size))
         start += size
     return parts
 
 
 def _last_axis_slice(low: Lowering, name: str, x: Any, start: int, size: int) -> Any:
-    """x[..., start : start + size] of a [B, W, F] tensor."""
-    emit = low.emit
-    layer = emit.network.add_slice(x, (0, 0, start), (1, 1, size), (1, 1, 1))
-    layer.set_input(2, low.row_shape(size))
+    """x[..., start : start + size] of a [B, W, F] or [B, heads, W, F] tensor."""
+    emit, ones = low.emit, [1] * (len(x.shape) - 1)
+    layer = emit.network.add_slice(x, (*(0 for _ in ones), start), (*ones, size), (*ones, 1))
+    layer.set_input(2, low.row_shape(size, int(x.shape[1]) if len(ones) == 3 else None))
     return emit.layer(name, layer).get_output(0)
 
 
@@ -84,17 +94,19 @@ def _concat(low: Lowering, op: Op, x: Values) -> Values:
 
 
 def _reshape(low: Lowering, op: Op, x: Values) -> Values:
-    """Features to heads, or heads to features."""
+    """Features to heads, heads to features, or the same numbers to other heads."""
     _inherit(low, op)
     before = low.network.tensors[op.inputs[0]].shape
     after = low.network.tensors[op.outputs[0]].shape
-    ranks = low.ranks_of(op.inputs[0])
+    extent = low.extent(op.outputs[0])
     if (len(before), len(after)) == (2, 3):
-        shape = (0, 0, int(after[1]) // ranks, int(after[2]))
+        shape = (0, 0, extent, int(after[2]))
         return [low.emit.shuffle("heads", x[0], shape, after=(0, 2, 1, 3))]
     if (len(before), len(after)) == (3, 2):
-        features = int(after[1]) // ranks
-        return [low.emit.shuffle("merged", x[0], (0, 0, features), before=(0, 2, 1, 3))]
+        return [low.emit.shuffle("merged", x[0], (0, 0, extent), before=(0, 2, 1, 3))]
+    if (len(before), len(after)) == (3, 3):
+        shape, turned = (0, 0, extent, int(after[2])), (0, 2, 1, 3)
+        return [low.emit.shuffle("regrouped", x[0], shape, before=turned, after=turned)]
     raise NetworkError(
         f"{op.name}: the TensorRT lowering has no reshape from {list(before)} to {list(after)}"
     )
@@ -121,6 +133,7 @@ SHARDABLE = frozenset(
         "rms_norm",
         "rotary_embedding",
         "scale",
+        "sigmoid_mul",
         "silu_mul",
         "split",
         "top_k_log_probs",
@@ -131,10 +144,12 @@ SHARDABLE = frozenset(
 OPS: dict[str, OpFunction] = {
     "add": _add,
     "argmax": argmax,
+    "causal_conv": causal_conv,
     "concat": _concat,
     "embedding": _embedding,
     "experts_down": experts_down,
     "experts_up": experts_up,
+    "gated_delta_net": gated_delta_net,
     "gather_rows": _gather_rows,
     "kv_append": kv_append,
     "linear": linear,
@@ -143,6 +158,7 @@ OPS: dict[str, OpFunction] = {
     "rotary_embedding": rotary_embedding,
     "route": route,
     "scale": _scale,
+    "sigmoid_mul": _sigmoid_mul,
     "silu_mul": _silu_mul,
     "split": _split,
     "top_k_log_probs": top_k_log_probs,

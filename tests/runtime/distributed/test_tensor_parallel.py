@@ -140,6 +140,29 @@ def test_experts_and_a_drafter_on_every_number_of_ranks(
     assert one == four
 
 
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", None])
+@pytest.mark.parametrize("config", [qwen3_moe_config, glm4_moe_config])
+def test_what_does_not_divide_evenly_is_divided_by_blocks(
+    tmp_path: Path, config: Callable[..., dict[str, Any]], algorithm: str | None
+) -> None:
+    """As the public models on 8 ranks: KV heads are fewer than ranks, and widths are odd
+    numbers of blocks."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 208}
+    described = config(moe_intermediate_size=144, vocab_size=137, **sizes)
+    target = random_checkpoint(tmp_path / "target", described, algorithm=algorithm)
+    drafter = random_drafter(tmp_path / "drafter", described, **sizes)
+
+    def built(tp: int) -> Path:
+        options = BuildOptions(
+            checkpoint=target, drafter=drafter, output=tmp_path / f"tp{tp}", kv_tokens=512, tp=tp
+        )
+        return builder.write(builder.describe(options))
+
+    one = transcript(load(built(1)), 137)
+    for tp in (2, 4, 8):
+        assert transcript(load(built(tp)), 137) == one, tp
+
+
 def test_the_demo_with_its_drafter(demo_engine: Callable[..., Path]) -> None:
     # 2 KV heads: on 4 ranks each is held twice.
     one, two, four = (transcript(load(demo_engine(tp=tp)), DEMO_VOCAB) for tp in (1, 2, 4))
@@ -184,7 +207,11 @@ def test_a_rank_stores_its_part_only(demo_engine: Callable[..., Path]) -> None:
             4,
             r"KV heads: 3 does not divide among 4 ranks",
         ),
-        ({"num_key_value_heads": 4}, 4, r"down_proj: in_features 96 are 6 blocks of 16.*4 ranks"),
+        (
+            {"num_key_value_heads": 4, "intermediate_size": 48},
+            4,
+            r"gate_proj.*: features: 48 are 3 blocks of 16, too few for 4 ranks",
+        ),
         ({}, 3, r"8 segments, which do not divide among 3 ranks"),
         ({"num_key_value_heads": 4, "vocab_size": 40}, 4, r"lm_head: 40 columns.*4 ranks"),
     ],
