@@ -16,7 +16,7 @@ from trtree.plugins.tree_attention.contract import Rope
 from trtree.plugins.tree_attention.kernels.combine import tree_attention_combine_kernel
 from trtree.plugins.tree_attention.launch import dot_dtype
 from trtree.plugins.tree_attention.plan import AttentionPlan, RowTables
-from trtree.plugins.tree_attention.tiles import combine_splits
+from trtree.plugins.tree_attention.tiles import combine_splits, combine_warps
 
 
 def append(
@@ -120,5 +120,6 @@ def latent_attention(
         GROUP=tile.group,
         BLOCK_M=tile.block_m,
         BLOCK_S=combine_splits(tile.group, value_dim),
+        num_warps=combine_warps(tile.group, value_dim),
     )
     return out, lse

@@ -11,7 +11,7 @@ from trtree.plugins.mla_attention.tiles import APPEND_ROWS, latent_tile
 from trtree.plugins.tree_attention.aot import KernelSpec
 from trtree.plugins.tree_attention.kernels.combine import tree_attention_combine_kernel
 from trtree.plugins.tree_attention.specs import DOT_TYPES, TRITON_TYPES
-from trtree.plugins.tree_attention.tiles import combine_splits
+from trtree.plugins.tree_attention.tiles import combine_splits, combine_warps
 
 
 @dataclass(frozen=True)
@@ -124,5 +124,6 @@ def combine_spec(layer: LatentLayer, sm: int) -> KernelSpec:
             "BLOCK_M": tile.block_m,
             "BLOCK_S": combine_splits(tile.group, layer.value_dim),
         },
+        num_warps=combine_warps(tile.group, layer.value_dim),
         head_dim=layer.dim,
     )
