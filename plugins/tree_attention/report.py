@@ -71,8 +71,8 @@ def report(
     return {"kernels": kernels}
 
 
-def figures(spec: KernelSpec, sm: int, cache: Path | None) -> dict[str, Any]:
-    """A kernel's line of the report."""
+def figures(spec: KernelSpec, sm: int, cache: Path | None = None) -> dict[str, Any]:
+    """One row of a report."""
     taken = compile_kernel(spec, sm, cache).resources
     return {
         "name": spec.name,
@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_table(kernels: list[dict[str, Any]], *more: str) -> None:
+    """Rows of ``figures``, and ``more`` columns behind them."""
     table = Table("kernel", "SM", "head", "registers", "shared", "limit", "spills", *more)
     for row in kernels:
         table.add_row(*("" if value is None else str(value) for value in row.values()))

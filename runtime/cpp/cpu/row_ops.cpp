@@ -31,6 +31,19 @@ TRTREE_CLONES void norm_part(const float* x, const float* weight, int64_t n, dou
   for (int64_t j = 0; j < n; ++j) y[j] = static_cast<float>(x[j] * scale * weight[j]);
 }
 
+// parameters: the weight [n], then the bias.
+TRTREE_CLONES void layer_norm_part(const float* x, const float* parameters, int64_t n, double eps,
+                                   float* y) {
+  double total = 0, squares = 0;
+  for (int64_t i = 0; i < n; ++i) total += x[i];
+  const double mean = total / static_cast<double>(n);
+  for (int64_t i = 0; i < n; ++i) squares += (x[i] - mean) * (x[i] - mean);
+  const double scale = 1.0 / std::sqrt(squares / static_cast<double>(n) + eps);
+  for (int64_t i = 0; i < n; ++i) {
+    y[i] = static_cast<float>((x[i] - mean) * scale * parameters[i] + parameters[n + i]);
+  }
+}
+
 TRTREE_CLONES void add_row(const float* a, const float* b, int64_t n, float* y) {
   for (int64_t i = 0; i < n; ++i) y[i] = a[i] + b[i];
 }
@@ -78,6 +91,18 @@ void rms_norm(const Matrix& x, const float* weight, int64_t heads, double eps, c
     for (int64_t r = begin; r < end; ++r) {
       for (int64_t h = 0; h < heads; ++h) {
         norm_part(x.row(r) + h * n, weight, n, eps, y.row(r) + h * n);
+      }
+    }
+  });
+}
+
+void layer_norm(const Matrix& x, const float* parameters, int64_t heads, double eps,
+                const Matrix& y, Parallel& parallel) {
+  const int64_t n = x.width / heads;
+  parallel.parallel_for(x.rows, row_grain(x.width), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      for (int64_t h = 0; h < heads; ++h) {
+        layer_norm_part(x.row(r) + h * n, parameters, n, eps, y.row(r) + h * n);
       }
     }
   });

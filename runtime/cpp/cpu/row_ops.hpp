@@ -26,6 +26,11 @@ struct Matrix {
 void rms_norm(const Matrix& x, const float* weight, int64_t heads, double eps, const Matrix& y,
               Parallel& parallel);
 
+// (x - mean) / sqrt(variance + eps) * weight + bias over each of `heads` equal parts of a row;
+// parameters: the weight, then the bias. float64 inside.
+void layer_norm(const Matrix& x, const float* parameters, int64_t heads, double eps,
+                const Matrix& y, Parallel& parallel);
+
 // cos and sin of position * inv_freq, times scaling: float64 [rows, 2 * n], cosines first.
 void rotary_angles(std::span<const int32_t> positions, const PlanRope& rope, double* angles);
 

@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 FLOAT32_ERROR = 4e-6
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "rows": (1, 2, 33, 65, 129),
-    "context": (0, 1, 127, 1000),
+    "rows": (1, 2, 17, 40),
+    "context": (0, 1, 127, 400),
     "page_size": (1, 16, 64),
     "requests": (1, 3),
     "heads": (1, 4, 6, 40),
@@ -86,6 +86,16 @@ def check(case: LatentCase, block_n: int | None = 256, block: int = 1024) -> Non
 
 @pytest.mark.parametrize("case", cases(), ids=case_name)
 def test_kernels_equal_the_references(case: LatentCase) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "top_k", "page_size"), [(129, 30, 64, 16), (70, 1000, 2048, 64)]
+)
+def test_large_trees_and_long_contexts(
+    rows: int, context: int, top_k: int, page_size: int
+) -> None:
+    case = LatentCase(rows, context, page_size, requests=1, top_k=top_k, dtype=torch.bfloat16)
     check(case)
 
 
