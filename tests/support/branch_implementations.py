@@ -1,10 +1,9 @@
-"""State that branches as TensorRT layers, evaluated, on the shared tables."""
+"""Implementations of state that branches, as the shared tables take them: the kernels,
+interpreted, and TensorRT's layers, evaluated, with the runner's states around them."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import tensorrt_rtx as trt
 import torch
 
@@ -14,14 +13,59 @@ from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.graph import Graph, WeightInfo
 from trtree.build.network.network import Owner
+from trtree.plugins.branch_cases import masks
+from trtree.plugins.branch_device import BranchTables, path_table
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.causal_conv import cases as conv_table
-from trtree.plugins.causal_conv.cases import ConvCase, ConvCaseInputs
+from trtree.plugins.causal_conv import launch as conv
+from trtree.plugins.causal_conv.cases import ConvCaseInputs
 from trtree.plugins.causal_conv.contract import input_table
 from trtree.plugins.gated_delta_net import cases as delta_table
-from trtree.plugins.gated_delta_net.cases import DeltaCase, DeltaCaseInputs
+from trtree.plugins.gated_delta_net import launch as delta
+from trtree.plugins.gated_delta_net.cases import DeltaCaseInputs
+from trtree.runtime.engines import tensorrt_states
 from trtree.runtime.engines.tensorrt_buffers import Binding, EngineSpec
-from trtree.runtime.engines.tensorrt_states import BranchStates
+
+CPU = torch.device("cpu")
+KERNEL = 4  # of tables whose convolution nobody looks at
+
+
+def delta_kernels(inputs: DeltaCaseInputs) -> tuple[torch.Tensor, delta_table.Committer]:
+    tables = BranchTables.of(inputs.segments, KERNEL)
+    state = inputs.committed.clone()
+    # A model's q, k and v are parts of one row.
+    parts = [x.flatten(1) for x in (inputs.q, inputs.k, inputs.v)]
+    together = torch.cat(parts, dim=1).split([part.shape[1] for part in parts], dim=1)
+    q, k, v = (
+        part.unflatten(1, x.shape[1:])
+        for part, x in zip(together, (inputs.q, inputs.k, inputs.v), strict=True)
+    )
+    out, rows = delta.gated_delta_net(
+        q, k, v, inputs.a, inputs.b, inputs.gates, state, tables, masks(inputs.segments)
+    )
+    assert torch.equal(state, inputs.committed)  # read only until commit
+
+    def commit(paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        moved = inputs.committed.clone()
+        delta.commit(moved, rows, tables, *path_table(paths, CPU))
+        return moved
+
+    return out, commit
+
+
+def conv_kernels(inputs: ConvCaseInputs) -> tuple[torch.Tensor, conv_table.Committer]:
+    tables = BranchTables.of(inputs.segments, inputs.weight.shape[1])
+    window = inputs.committed.clone()
+    out = conv.causal_conv(inputs.x, inputs.weight, window, tables, rows_per_program=64)
+    assert torch.equal(window, inputs.committed)
+
+    def commit(paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        moved = inputs.committed.clone()
+        conv.commit(moved, inputs.x, tables, *path_table(paths, CPU))
+        return moved
+
+    return out, commit
+
 
 KEEP: list[Any] = []  # builders have to outlive what they built
 
@@ -50,7 +94,7 @@ class Step:
             branches=lowered.branches,
         )
         self.sizes = sizes
-        self.states = BranchStates(spec, sizes[BATCH], torch.device("cpu"))
+        self.states = tensorrt_states.BranchStates(spec, sizes[BATCH], torch.device("cpu"))
         self._evaluator = NetworkEvaluator(trt, lowered.definition, lowered.constants)
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +175,7 @@ def lowered_graph(g: Graph, weights: dict[str, torch.Tensor], most: int) -> Lowe
     return lowered
 
 
-def run_delta(inputs: DeltaCaseInputs) -> tuple[torch.Tensor, delta_table.Committer]:
+def delta_layers(inputs: DeltaCaseInputs) -> tuple[torch.Tensor, delta_table.Committer]:
     g = graph()
     flat = {name: getattr(inputs, name).float().flatten(1) for name in "qkvab"}
     x = {name: g.input(name, ("rows", x.shape[1]), "float32") for name, x in flat.items()}
@@ -147,7 +191,7 @@ def run_delta(inputs: DeltaCaseInputs) -> tuple[torch.Tensor, delta_table.Commit
     return result, step.commit(inputs.committed)
 
 
-def run_conv(inputs: ConvCaseInputs) -> tuple[torch.Tensor, conv_table.Committer]:
+def conv_layers(inputs: ConvCaseInputs) -> tuple[torch.Tensor, conv_table.Committer]:
     g = graph()
     channels, kernel = inputs.weight.shape
     # Of an op, as in a model: what a network takes cannot be what it gives.
@@ -162,13 +206,3 @@ def run_conv(inputs: ConvCaseInputs) -> tuple[torch.Tensor, conv_table.Committer
     values = step.run({f"x{i}": half.contiguous() for i, half in enumerate(halves)}, kernel)
     committer = step.commit(inputs.committed.float())
     return step.rows(values["output.out"]), lambda paths: committer(paths).to(inputs.x.dtype)
-
-
-@pytest.mark.parametrize("case", delta_table.delta_cases(), ids=lambda case: case.name)
-def test_the_rule_on_the_shared_table(case: DeltaCase) -> None:
-    delta_table.check(dataclasses.replace(case, dtype=torch.float32), run_delta)
-
-
-@pytest.mark.parametrize("case", conv_table.conv_cases(), ids=lambda case: case.name)
-def test_the_convolution_on_the_shared_table(case: ConvCase) -> None:
-    conv_table.check(case, run_conv)
