@@ -93,12 +93,11 @@ class EngineDescription:
         """Recurrent state and convolution windows that a request keeps on one rank, whatever
         its length."""
         shard = Shard(0, self.options.tp)
-        states = {
-            state.name: Division(network, shard).state(state)
-            for network in self.networks.values()
-            for state in network.states.values()
-            if not state.paged
-        }
+        states = {}
+        for network in self.networks.values():
+            division = Division(network, shard)
+            branching = [state for state in network.states.values() if not state.paged]
+            states |= {state.name: division.state(state) for state in branching}
         return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values())
 
     @property
