@@ -109,8 +109,8 @@ struct RoundRecord {
   std::vector<int32_t> accepted;   // rows
   int32_t emitted_tokens = 0;
   bool extends_drafter = false;  // the accepted rows are in the drafter's context too
-  int32_t tree_budget = 0;     // the policy's choice
-  double queue_seconds = 0.0;  // from enqueue_request to the first admission
+  int32_t tree_budget = 0;       // the policy's choice
+  double queue_seconds = 0.0;    // from enqueue_request to the first admission
   // Of the whole round, shared by its requests.
   double draft_seconds = 0.0;
   double step_seconds = 0.0;

@@ -28,8 +28,7 @@ void bind_tree_policy(nb::module_& m) {
       .def("verify_seconds", &CostModel::verify_seconds, "rows"_a, "mean_context"_a = 0.0)
       .def(
           "draft_seconds",
-          [](const CostModel& self, double requests) { return self.draft(requests); },
-          "requests"_a)
+          [](const CostModel& self, double requests) { return self.draft(requests); }, "requests"_a)
       .def(
           "extend_seconds", [](const CostModel& self, double rows) { return self.extend(rows); },
           "rows"_a);
@@ -68,8 +67,7 @@ void bind_tree_policy(nb::module_& m) {
       .def("correction", &AdaptiveBudget::correction, "depth"_a)
       .def_prop_ro_static("PROBE_INTERVAL",
                           [](nb::handle) { return AdaptiveBudget::kProbeInterval; })
-      .def_prop_ro_static("PROBE_TREES",
-                          [](nb::handle) { return AdaptiveBudget::kProbeTrees; });
+      .def_prop_ro_static("PROBE_TREES", [](nb::handle) { return AdaptiveBudget::kProbeTrees; });
   policy.def("under_load", &under_load, "config"_a, "capabilities"_a, "requests"_a, "max_rows"_a);
   policy.def("default_load_rows", &default_load_rows, "capabilities"_a);
 }
