@@ -1,8 +1,8 @@
 #include "runtime/cpp/cpu/row_stages.hpp"
 
-#include <algorithm>
 #include <map>
 #include <span>
+#include <utility>
 
 namespace trtree::cpu {
 
@@ -12,36 +12,25 @@ namespace {
 // with another stride it would reach into rows that other threads work on.
 class Layout {
  public:
-  explicit Layout(const PlanNetwork& network) : network_(network) {}
+  Layout(const PlanNetwork& network, bool per_output)
+      : network_(network), per_output_(per_output) {}
 
-  bool admits(std::span<const int32_t> tensors) const {
-    return std::all_of(tensors.begin(), tensors.end(), [&](int32_t index) {
-      const PlanTensor& tensor = network_.tensors[index];
-      const auto found = strides_.find(tensor.buffer);
-      return found == strides_.end() ? strides_.empty() || same_rows(tensor.buffer)
-                                     : found->second == tensor.stride;
-    });
-  }
   // False, with nothing added, if they do not fit to those added before or to each other.
   bool add(std::span<const int32_t> tensors) {
-    const auto before = strides_;
-    for (const int32_t& index : tensors) {
-      if (!admits({&index, 1})) {
-        strides_ = before;
-        return false;
-      }
-      strides_[network_.tensors[index].buffer] = network_.tensors[index].stride;
+    auto strides = strides_;
+    for (const int32_t index : tensors) {
+      const PlanTensor& tensor = network_.tensors[index];
+      const int64_t stride = strides.try_emplace(tensor.buffer, tensor.stride).first->second;
+      if (stride != tensor.stride) return false;
+      if (network_.buffers[tensor.buffer].per_output != per_output_) return false;
     }
+    strides_ = std::move(strides);
     return true;
   }
 
  private:
-  bool same_rows(int32_t buffer) const {
-    return network_.buffers[buffer].per_output ==
-           network_.buffers[strides_.begin()->first].per_output;
-  }
-
   const PlanNetwork& network_;
+  const bool per_output_;
   std::map<int32_t, int64_t> strides_;  // by buffer
 };
 
@@ -52,10 +41,9 @@ std::vector<int32_t> tensors_of(const PlanOp& op) {
 }
 
 Stage row_stage(const PlanNetwork& network, const std::vector<PlanWeight>& weights, size_t first) {
-  Layout layout(network);
-  Stage stage{static_cast<int32_t>(first), 0, true};
   const PlanTensor& any = network.tensors[network.ops[first].inputs[0]];
-  stage.per_output = network.buffers[any.buffer].per_output;
+  Stage stage{static_cast<int32_t>(first), 0, true, network.buffers[any.buffer].per_output};
+  Layout layout(network, stage.per_output);
   size_t next = first;
   for (; next < network.ops.size() && is_row_local(network.ops[next].kind); ++next) {
     const PlanOp& op = network.ops[next];
