@@ -12,7 +12,7 @@ A couples rows of different depths only. T_s, the inverse of I + A cut down to p
 one block of s depths, doubles: T_2s = T_s - T_s A_2s T_s, with A_2s what 2s has and s has not.
 T_1 = I, so n rows need ceil(log2(n)) doublings. The product of (I + A^(2^k)), which takes as
 many, is the same number on paper only: where keys repeat, powers of A grow beyond float32's
-digits in a chunk of 64 rows (tests/build/test_tensorrt_branch.py shows both).
+digits in a chunk of 64 rows (tests/plugins/branch_state/test_branch_tables.py shows both).
 
 The engine reads S0 and windows, never writes them: it returns per row what a commit needs.
 """
@@ -64,6 +64,7 @@ def doublings(rows: int) -> int:
 def causal_conv(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     """x [B, W, C]: a row's kernel inputs are gathered, from the window and the step's rows."""
     emit, kernel = low.emit, op.attrs["kernel"]
+    low.inherit(op)
     rows, inputs = x
     channels = int(rows.shape[2])
     layer = emit.network.add_concatenation([low.committed[str(op.state)], rows])
@@ -86,6 +87,7 @@ def gated_delta_net(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     Value heads stand behind their key head: [B, key heads, heads per key head, W, ...].
     """
     emit = low.emit
+    low.inherit(op)
     q, k, v, a, b, _ = x
     key_heads, key_dim, value_dim = int(k.shape[1]), int(k.shape[3]), int(v.shape[3])
     group = int(v.shape[1]) // key_heads
