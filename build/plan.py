@@ -51,6 +51,7 @@ def memory_plan(
         rows.append(
             ("left", size_text(left) if left >= 0 else f"none: {size_text(-left)} too much")
         )
+    rows += _token_rows(description)
     rows += _expert_reads(description)
     rows.append(("longest request", f"{description.max_seq_len} tokens"))
     if description.drafter:
@@ -84,6 +85,22 @@ def _paged_kv(description: EngineDescription) -> tuple[str, int]:
     tokens = options.num_pages * options.page_size
     name = f"KV, {tokens} tokens in pages of {options.page_size}"
     return name, tokens * kv_bytes_per_token(description)
+
+
+def _token_rows(description: EngineDescription) -> list[tuple[str, str]]:
+    """What a token keeps on every rank where attention is latent: its kinds, with their bytes."""
+    network = description.networks["target"]
+    names = {"latent_attention": "latents", "index_select": "indexer keys"}
+    states = {
+        op.state: names[op.kind] for op in network.ops if op.state is not None and op.kind in names
+    }
+    sizes = dict.fromkeys(names.values(), 0)
+    for state, kind in states.items():
+        sizes[kind] += network.states[state].token_bytes
+    if not states:
+        return []
+    parts = [f"{size_text(size)} of {kind}" for kind, size in sizes.items()]
+    return [("a token keeps", f"{' and '.join(parts)}, whole on every rank")]
 
 
 def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
