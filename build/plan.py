@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trtree.build.builder import EngineDescription, request_state_bytes
+from trtree.build.builder import EngineDescription
 from trtree.build.hardware import Hardware
 from trtree.build.lowering.tensorrt.backend import encoding
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
@@ -106,15 +106,16 @@ def _token_rows(description: EngineDescription) -> list[tuple[str, str]]:
 def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
     """State of requests that does not grow with their tokens, and what a step adds to it."""
     options = description.options
-    per_request = request_state_bytes(description.networks.values())
+    per_request = description.request_state_bytes
     if not per_request:
         return []
-    per_row = step_state_bytes_per_row(description.networks["target"])
+    per_row = step_state_bytes_per_row(description.networks["target"]) // options.tp
     requests, rows = options.max_batch_size, options.max_num_rows
-    return [
-        (f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request),
-        (f"kept of a step, {rows} rows x {size_text(per_row)}", rows * per_row),
-    ]
+    table = [(f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request)]
+    if snapshots := description.num_snapshots:
+        name = f"snapshots of it, {snapshots} x {size_text(per_request)}"
+        table.append((name, snapshots * per_request))
+    return [*table, (f"kept of a step, {rows} rows x {size_text(per_row)}", rows * per_row)]
 
 
 def _tensorrt_memory(description: EngineDescription) -> list[tuple[str, int]]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trtree.build.engine_dir import EngineDirWriter, plan_file, weights_file
-from trtree.build.lowering.shard import TILE, WHOLE, Shard, segment_bounds
+from trtree.build.lowering.division import TILE, WHOLE, Shard, segment_bounds
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader, read_linear, read_vector
 from trtree.build.network.network import (
     Network,
@@ -380,14 +380,18 @@ def _assign_buffers(
 
     def take(base: str, step: int) -> None:
         per_output = network.tensors[base].shape[0] == "outputs"
+        width = places[base].stride
         busy = {assigned[b] for b in assigned if last_use.get(b, -1) >= step}
-        for index, buffer in enumerate(buffers):
-            if index not in busy and buffer["per_output"] == per_output:
-                break
-        else:
-            index = len(buffers)
+        free = [
+            index
+            for index, buffer in enumerate(buffers)
+            if index not in busy and buffer["per_output"] == per_output
+        ]
+        # Of its own width if there is one: ops over equal rows can run together, row by row.
+        index = min(free, key=lambda i: buffers[i]["width"] != width, default=len(buffers))
+        if not free:
             buffers.append({"width": 0, "per_output": per_output})
-        buffers[index]["width"] = max(buffers[index]["width"], places[base].stride)
+        buffers[index]["width"] = max(buffers[index]["width"], width)
         assigned[base] = index
 
     for name in network.inputs:

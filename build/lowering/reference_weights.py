@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 
 from trtree.build.engine_dir import EngineDirWriter, weights_file
+from trtree.build.lowering.division import WHOLE, Shard
 from trtree.build.lowering.reference import LinearImpl, ReferenceNetwork
-from trtree.build.lowering.shard import WHOLE, Shard
 from trtree.build.lowering.weights import (
     View,
     WeightPlan,

@@ -64,6 +64,11 @@ class Weight:
         return sum(self.out_sizes)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Out_features of each module; of stacked experts, of one expert's."""
+        return self.out_sizes[: len(self.out_sizes) // (self.experts or 1)]
+
+    @property
     def experts(self) -> int:
         """How many experts the weight stacks; 0 where it is a single one."""
         return self.shape[0] if len(self.shape) == 3 else 0

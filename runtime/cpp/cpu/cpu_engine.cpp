@@ -27,7 +27,7 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
       mask_token_id_(mask_token_id),
       threads_(num_threads),
       weights_((check_plan(plan_), check_ranks(plan_, collectives), plan_)),
-      branches_(plan_, capabilities_.max_batch_size) {
+      branches_(plan_, capabilities_.max_batch_size, capabilities_.state_snapshots) {
   const int64_t slots = static_cast<int64_t>(capabilities_.num_pages) * capabilities_.page_size;
   int64_t floats = 0;
   const auto floats_of = [slots](const PlanState& state) {
@@ -35,10 +35,14 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
     return slots * state.heads * state.head_dim * (state.kind == StateKind::kKv ? 2 : 1);
   };
   for (const PlanState& state : plan_.states) floats += floats_of(state);
-  pool_.reset(static_cast<float*>(std::calloc(floats, sizeof(float))));
+  size_t bytes = floats * sizeof(float) + kPackedAlignment;
+  pool_.reset(static_cast<float*>(std::calloc(1, bytes)));
   if (!pool_)
     throw std::runtime_error("no memory for " + std::to_string(floats * 4) + " bytes of KV");
-  float* next = pool_.get();
+  // Vectors of keys that cross cache lines would be read at half the speed.
+  void* start = pool_.get();
+  auto* next =
+      static_cast<float*>(std::align(kPackedAlignment, bytes - kPackedAlignment, start, bytes));
   for (const PlanState& state : plan_.states) {
     const int64_t size = floats_of(state);
     caches_.kv.push_back(
@@ -82,12 +86,13 @@ StepResult CpuEngine::step(const RowBatch& batch) {
 void CpuEngine::commit(const std::vector<Commit>& commits) {
   if (!last_step_) throw std::invalid_argument("commit without a step before it");
   check_commits(commits, *last_step_);
+  check_saves(commits, capabilities_);
   threads_.parallel_for(static_cast<int64_t>(commits.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Segment& segment = segment_of(commits[i].sequence.request_id);
       const auto at = attention_segment(segment.sequence, segment.first_row, segment.num_rows);
       if (branches_.any())
-        branches_.commit(&segment - last_step_->segments.data(), commits[i].rows);
+        branches_.commit(&segment - last_step_->segments.data(), commits[i].rows, commits[i].saves);
       // A path without gaps is where it has to be already.
       if (commits[i].rows.empty() ||
           commits[i].rows.back() + 1 == static_cast<int32_t>(commits[i].rows.size())) {
@@ -153,6 +158,11 @@ DraftResult CpuEngine::draft(const std::vector<DraftRequest>& requests, int32_t 
   drafter.prepare(rows.num_rows(), rows.num_outputs());
   run("drafter_block", rows, top_k);
   return {block - 1, top_k, drafter.outputs().log_probs, drafter.outputs().token_ids};
+}
+
+void CpuEngine::load_state(int32_t snapshot, int32_t slot) {
+  check_load(snapshot, slot, capabilities_);
+  branches_.load(snapshot, slot);
 }
 
 void CpuEngine::run(const std::string& network, const StepRows& rows, int32_t top_k) {

@@ -29,6 +29,7 @@ class CpuEngine final : public Engine {
   StepResult step(const RowBatch& batch) override;
   void commit(const std::vector<Commit>& commits) override;
   DraftResult draft(const std::vector<DraftRequest>& requests, int32_t top_k) override;
+  void load_state(int32_t snapshot, int32_t slot) override;
 
   // Look at every op's operands and results, as tests and tools do; {} ends it.
   using Observer =
