@@ -201,7 +201,9 @@ def test_a_planted_mask_behind_the_choice_is_caught(
     monkeypatch.setattr(index_reference, "visible", see_all_before)
     np.testing.assert_allclose(last_row([11, 12], [-1, 0]), right, rtol=0, atol=1e-5)
     off = np.abs(last_row(siblings, parents) - right).max()
-    print(f"the last of the siblings is off by {off:.2g}, of logits that spread by {right.std():.2g}")
+    print(
+        f"the last of the siblings is off by {off:.2g}, of logits that spread by {right.std():.2g}"
+    )
     assert off > 1e-2
 
 
