@@ -142,6 +142,11 @@ def check(options: BuildOptions, networks: Mapping[str, Network]) -> None:
         for op in network.ops:
             if op.kind == "top_k_log_probs" and op.attrs["k"] > MAX_TOP_K:
                 raise OptionError(f"top_k {op.attrs['k']}: TensorRT offers at most {MAX_TOP_K}")
+            if op.kind == "index_select" and op.attrs["top_k"] > MAX_TOP_K:
+                raise OptionError(
+                    f"{op.name}: the checkpoint's index_topk is {op.attrs['top_k']}, TensorRT "
+                    f"offers at most {MAX_TOP_K}; pass --backend cpu or reference"
+                )
         constant_bytes(network, encoding(options, 0))
 
 
