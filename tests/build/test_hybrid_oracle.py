@@ -134,14 +134,15 @@ def test_embeddings_tied_in_one_place_only_are_refused(tmp_path: Path) -> None:
         builder.describe(options)
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
-def test_tensorrt_refuses_recurrent_state_by_name(tmp_path: Path, backend: str) -> None:
+def test_plugin_attention_refuses_recurrent_state_by_name(tmp_path: Path) -> None:
     config = hybrid_config(DENSE)
     tensors = random_hybrid(config, dtype=torch.bfloat16)
     checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
     options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine")
-    with pytest.raises(OptionError, match=r"linear_attn\.conv is conv state, which it does not"):
-        builder.describe(options.with_changes({"backend": backend}))
+    changes = {"backend": "tensorrt", "attention": "plugin", "sm": (120,)}
+    refused = r"attention plugin: .*linear_attn\.conv is conv state, .* pass --attention native"
+    with pytest.raises(OptionError, match=refused):
+        builder.describe(options.with_changes(changes))
 
 
 def test_the_plan_of_a_public_model_and_its_drafter() -> None:

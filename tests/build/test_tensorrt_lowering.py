@@ -267,6 +267,8 @@ def test_every_op_of_the_drafter(pairs: Pairs, case: str, kind: str) -> None:
         ("bf16-one-kv-head", 1e-3),
         ("moe-qwen3-bf16", 1e-2),
         ("moe-glm-bf16", 1e-2),
+        ("hybrid-next", 1e-2),
+        ("hybrid-3.5-moe", 1e-2),
         ("bf16-window", 1e-3),
         ("bf16-bias", 2e-2),
         ("tied-w4a16", 2e-2),
@@ -344,7 +346,7 @@ def test_int8_weights_are_the_same_numbers(pairs: Pairs) -> None:
     "case",
     [
         *("bf16-window", "tied-w4a16", "untied-w4a4", "awq-w4a4", "demo-bf16"),
-        *("moe-qwen3-bf16", "moe-glm-w4a4"),
+        *("moe-qwen3-bf16", "moe-glm-w4a4", "hybrid-next"),
     ],
 )
 def test_two_ranks_are_one(pairs: Pairs, case: str) -> None:
@@ -353,7 +355,7 @@ def test_two_ranks_are_one(pairs: Pairs, case: str) -> None:
     run_two_ranks(pairs(case), pairs.describe(case), tolerance=2e-2)
 
 
-@pytest.mark.parametrize("case", ["bf16-window", "moe-glm-bf16"])
+@pytest.mark.parametrize("case", ["bf16-window", "moe-glm-bf16", "hybrid-3.5-moe"])
 def test_two_ranks_are_one_in_float32(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +400,8 @@ def compare_ranks(
     tolerance: float,
 ) -> None:
     for binding in pair.lowered.outputs:
+        if any(binding.name.startswith(f"output.{state}.") for state in pair.lowered.branches):
+            continue  # the same rows in other layouts; what comes of them is compared
         whole_result, parts = one[binding.name], [values[binding.name] for values in two]
         if binding.name == "output.logits":
             joined = torch.cat(parts, dim=-1)
