@@ -43,19 +43,29 @@ Executor::Executor(Engine& engine, ExecutorConfig config)
     : engine_(engine),
       capabilities_((check_capabilities(engine.capabilities()), engine.capabilities())),
       config_(std::move(config)),
-      pages_(
-          paged() ? capabilities_.num_pages : 0, paged() ? capabilities_.page_size : 1,
-          paged() && config_.kv_cache_config.enable_block_reuse && !capabilities_.recurrent_state) {
+      pages_(paged() ? capabilities_.num_pages : 0, paged() ? capabilities_.page_size : 1,
+             reuses_prefixes(),
+             capabilities_.recurrent_state ? std::optional(capabilities_.state_snapshots)
+                                           : std::nullopt) {
+  if (config_.kv_cache_config.snapshot_interval < 1) {
+    throw std::invalid_argument("snapshot_interval must be at least 1, not " +
+                                std::to_string(config_.kv_cache_config.snapshot_interval));
+  }
   if (config_.cost_model) adaptive_.emplace(*config_.cost_model);
   free_slots_.resize(capabilities_.max_batch_size);
   std::iota(free_slots_.rbegin(), free_slots_.rend(), 0);
   statistics_.total_pages = pages_.num_free();
-  statistics_.prefix_cache =
-      paged() && config_.kv_cache_config.enable_block_reuse && !capabilities_.recurrent_state;
+  statistics_.total_snapshots = pages_.num_snapshots();
+  statistics_.prefix_cache = reuses_prefixes();
   publish_statistics();
 }
 
 Executor::~Executor() = default;
+
+bool Executor::reuses_prefixes() const {
+  return paged() && config_.kv_cache_config.enable_block_reuse &&
+         (!capabilities_.recurrent_state || capabilities_.state_snapshots > 0);
+}
 
 int64_t Executor::enqueue_request(Request request) {
   check_request(request, capabilities_, config_);
@@ -86,6 +96,7 @@ std::vector<Response> Executor::await_responses(double timeout_seconds) {
   std::vector<Response> responses;
   while (responses.empty()) {
     responses = take_mail();
+    turn_drafting();
     admit();
     if (!responses.empty()) break;
     if (active_.empty()) {
@@ -185,6 +196,7 @@ void Executor::publish_statistics() {
   statistics_.queued_requests = static_cast<int32_t>(queue_.size());
   statistics_.free_pages = pages_.num_free();
   statistics_.cached_pages = pages_.num_cached();
+  statistics_.cached_snapshots = pages_.num_kept_snapshots();
   const std::lock_guard lock(mailbox_);
   published_ = statistics_;
 }
@@ -207,27 +219,35 @@ void Executor::admit() {
   }
 }
 
-// A request gets in with room for all its tokens so far, so that it is not pre-empted
-// before it has decoded any.
+// Tokens that there has to be room for: all a request has so far, so that it is not pre-empted
+// before it has decoded any, or all it can ever have.
+int32_t Executor::admission_tokens(const ActiveRequest& request) const {
+  return no_evict() ? request.num_prompt() + request.request.max_tokens : request.num_tokens();
+}
+
 bool Executor::admit(ActiveRequest& request) {
-  const bool no_evict = config_.scheduler_config.capacity_scheduler_policy ==
-                        CapacitySchedulerPolicy::kGuaranteedNoEvict;
-  const int32_t tokens =
-      no_evict ? request.num_prompt() + request.request.max_tokens : request.num_tokens();
-  const int32_t pages = pages_for(request.request, tokens);
+  const int32_t pages = pages_for(request.request, admission_tokens(request));
+  const bool keeps_drafter = admit_to_draft(request);
   // At least one row has to run; a prompt whose log-probs are wanted has to run whole.
+  KvPages::Prefix prefix;
   if (request.request.output.prompt_log_probs < 0) {
     const auto reusable = std::span(request.tokens).first(request.num_tokens() - 1);
-    request.committed_length =
-        pages_.acquire_prefix(request.lease, reusable, request.speculative());
+    prefix = pages_.acquire_prefix(request.lease, reusable, keeps_drafter);
+    request.committed_length = prefix.length;
+    request.snapshots = {prefix.paged, prefix.length, prefix.length};
   }
   const int32_t missing = pages - static_cast<int32_t>(request.lease.pages.size());
-  if (missing > pages_.num_available() || (no_evict && !pages_.grow(request.lease, pages))) {
+  if (missing > pages_.num_available() || (no_evict() && !pages_.grow(request.lease, pages))) {
     pages_.release(request.lease);
     request.committed_length = 0;
     return false;
   }
-  if (request.statistics.preemptions == 0) {
+  request.keeps_drafter = keeps_drafter;
+  request.drafter_length = 0;
+  request.slot = free_slots_.back();
+  free_slots_.pop_back();
+  if (prefix.snapshot >= 0) load_state(request, prefix.snapshot);
+  if (!std::exchange(request.admitted, true)) {
     request.statistics.queue_seconds =
         std::chrono::duration<double>(ActiveRequest::Clock::now() - request.arrived).count();
     request.statistics.cached_tokens = request.committed_length;
@@ -236,9 +256,18 @@ bool Executor::admit(ActiveRequest& request) {
   }
   request.statistics.inexact_tree_state = request.request.speculative.mode == DecodingMode::kTree &&
                                           capabilities_.tree_state == TreeState::kInexact;
-  request.slot = free_slots_.back();
-  free_slots_.pop_back();
   return true;
+}
+
+// Its slot continues the prefix. Where that fails it waits on, and begins anew.
+void Executor::load_state(ActiveRequest& request, int32_t snapshot) {
+  try {
+    engine_.load_state(snapshot, request.slot);
+  } catch (...) {
+    leave(request);
+    throw;
+  }
+  ++statistics_.snapshots_loaded;
 }
 
 // Who runs this round: those that found no room in the last ones, then decoding requests,
@@ -292,20 +321,6 @@ void Executor::requeue_preempted() {
   }
 }
 
-// What each decoding request drafts in this round, by its policy.
-void Executor::choose_drafting(std::span<ActiveRequest* const> requests) {
-  const auto decoding = static_cast<int32_t>(std::count_if(
-      requests.begin(), requests.end(), [](const auto* r) { return !r->prefilling(); }));
-  const int32_t load_rows =
-      config_.load_rows > 0 ? config_.load_rows : default_load_rows(capabilities_);
-  for (ActiveRequest* request : requests) {
-    request->drafting = request->request.speculative;
-    if (request->drafting.policy == BudgetPolicy::kLoad) {
-      request->drafting = under_load(request->drafting, capabilities_, decoding, load_rows);
-    }
-  }
-}
-
 // Pages for the request's rows of this round, by pre-empting younger requests if need be.
 // False: it is the youngest and was pre-empted itself.
 bool Executor::make_room(ActiveRequest& request, std::vector<ActiveRequest*>& scheduled) {
@@ -333,6 +348,7 @@ void Executor::preempt(ActiveRequest& request) {
 // Give back what a request holds.
 void Executor::leave(ActiveRequest& request) {
   pages_.release(request.lease);
+  request.snapshots = {};
   request.committed_length = 0;
   if (request.slot >= 0) free_slots_.push_back(request.slot);
   request.slot = -1;

@@ -27,6 +27,9 @@ struct KvCacheConfig {
   // Keep pages of finished requests, and let later ones begin with the same tokens on them.
   // Only for engines with paged KV.
   bool enable_block_reuse = true;
+  // Where requests have recurrent state, which pages do not hold: tokens between snapshots of
+  // it. Fewer, and less of a prefix is run again; each is a copy of the state.
+  int32_t snapshot_interval = 32;
 };
 
 enum class CapacitySchedulerPolicy {
@@ -58,12 +61,19 @@ struct ExecutorStatistics {
   int32_t active_requests = 0;  // now
   int32_t queued_requests = 0;  // now
   int32_t total_pages = 0;
-  bool prefix_cache = false;  // asked for, and possible: not where state is recurrent
-  int32_t free_pages = 0;     // now; hold nothing
-  int32_t cached_pages = 0;   // now; only the prefix cache's, given up when needed
+  // Asked for, and possible: where state is recurrent, of engines that keep snapshots of it.
+  bool prefix_cache = false;
+  int32_t free_pages = 0;        // now; hold nothing
+  int32_t cached_pages = 0;      // now; only the prefix cache's, given up when needed
+  int32_t total_snapshots = 0;   // places for snapshots of recurrent state
+  int32_t cached_snapshots = 0;  // now; beside cached pages
+  int64_t snapshots_saved = 0;
+  int64_t snapshots_loaded = 0;
   int64_t finished_requests = 0;
   int64_t cancelled_requests = 0;
   int64_t preemptions = 0;
+  int64_t extended_tokens = 0;       // committed to the drafter's context too
+  int64_t drafter_catch_ups = 0;     // times a request ran tokens again to draft
   int64_t prompt_tokens = 0;         // of admitted requests
   int64_t cached_prompt_tokens = 0;  // of those, taken from the prefix cache
   int64_t output_tokens = 0;
@@ -123,16 +133,35 @@ class Executor {
   Response cancel(int64_t request_id);
   void publish_statistics();
   bool paged() const { return capabilities_.kv_layout == KvLayout::kPaged; }
+  bool reuses_prefixes() const;
+  bool no_evict() const {
+    return config_.scheduler_config.capacity_scheduler_policy ==
+           CapacitySchedulerPolicy::kGuaranteedNoEvict;
+  }
   int32_t pages_for(const Request& request, int32_t tokens) const;
+  int32_t admission_tokens(const ActiveRequest& request) const;
   void admit();
   bool admit(ActiveRequest& request);
+  void load_state(ActiveRequest& request, int32_t snapshot);
   std::vector<ActiveRequest*> schedule();
-  void choose_drafting(std::span<ActiveRequest* const> requests);
   bool make_room(ActiveRequest& request, std::vector<ActiveRequest*>& scheduled);
   void preempt(ActiveRequest& request);
   void requeue_preempted();
   void leave(ActiveRequest& request);
   void retire(const std::vector<Response>& responses);
+
+  // Who drafts: executor_drafting.cpp.
+  void turn_drafting();
+  RoundLoad steady_load() const;
+  void end_drafting();
+  void begin_drafting(const RoundLoad& load);
+  bool admit_to_draft(ActiveRequest& request);
+  bool may_probe(const ActiveRequest& request) const;
+  void choose_probe(const RoundLoad& load);
+  int32_t missing_tokens(const ActiveRequest& request) const;
+  bool has_room_again(const ActiveRequest& request) const;
+  void catch_up(ActiveRequest& request);
+  void choose_drafting(std::span<ActiveRequest* const> requests);
 
   // One round: executor_round.cpp.
   struct RowOutputs;
@@ -141,8 +170,11 @@ class Executor {
   std::vector<Response> run_round(const std::vector<ActiveRequest*>& scheduled);
   std::vector<Response> settle(const std::vector<ActiveRequest*>& scheduled, const RowBatch& batch,
                                const StepResult& result, const RoundTimes& times);
+  void take_snapshots(ActiveRequest& request, Commit& commit);
+  void keep_snapshots(ActiveRequest& request, const Commit& commit);
   void keep(std::vector<RoundRecord> records, const RoundTimes& times);
   void draft(const std::vector<ActiveRequest*>& scheduled);
+  bool adaptive_drafts(const std::vector<ActiveRequest*>& scheduled) const;
   void fit_budgets(const std::vector<ActiveRequest*>& scheduled);
   RoundLoad load_of(const std::vector<ActiveRequest*>& scheduled) const;
   void count_step(const std::vector<ActiveRequest*>& scheduled, const RowBatch& batch);
@@ -157,6 +189,8 @@ class Executor {
   const ExecutorConfig config_;
   KvPages pages_;
   std::optional<AdaptiveBudget> adaptive_;
+  AdaptiveBudget::Phase phase_ = AdaptiveBudget::Phase::kLearning;  // of adaptive requests
+  int32_t plain_rounds_ = 0;                                        // since that was another
   std::vector<int32_t> free_slots_;
   Requests queue_;   // in order of arrival
   Requests active_;  // in order of arrival

@@ -12,9 +12,9 @@ from network_evaluator import NetworkEvaluator
 from plugin_network import PluginBuilder, plugins
 from trtree.build import builder
 from trtree.build.builder import EngineDescription
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
 from trtree.build.lowering.reference_weights import SUFFIX, load_networks, write_files
-from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt.backend import most_rows
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library

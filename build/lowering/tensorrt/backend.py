@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trtree.build.lowering.shard import Shard
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.tensorrt.compile import BuildMessages, compile_engine
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS, Profile
 from trtree.build.lowering.tensorrt.inspection import inspect_engine
@@ -168,9 +168,9 @@ def _check_plugin(options: BuildOptions, networks: Mapping[str, Network]) -> Non
 
 
 def rank_bytes(options: BuildOptions, networks: Mapping[str, Network], owner: Owner) -> int:
-    """Weights of an owner's engines on one rank."""
+    """Weights of an owner's engines on the last rank, which has the most."""
     return sum(
-        constant_bytes(network, encoding(options, 0))
+        constant_bytes(network, encoding(options, options.tp - 1))
         for name, network in networks.items()
         if name.startswith(owner)
     )

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trtree.build.lowering.division import Division
 from trtree.build.lowering.tensorrt.emitter import Emitter
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.network import Network, Op
@@ -77,9 +79,20 @@ class Lowering:
     def ranks(self) -> int:
         return self.encoding.shard.size
 
-    def ranks_of(self, tensor: str) -> int:
-        """Among how many ranks the features of a graph tensor are divided."""
-        return self.ranks if tensor in self.sharded else 1
+    @cached_property
+    def division(self) -> Division:
+        return Division(self.network, self.encoding.shard)
+
+    def extent(self, tensor: str) -> int:
+        """The features, or heads, that this rank has of a graph tensor."""
+        if tensor in self.sharded:
+            return self.division.extent(tensor)
+        return int(self.network.tensors[tensor].shape[1])
+
+    def inherit(self, op: Op) -> None:
+        """The results of ``op`` are divided among ranks as its operands are."""
+        if op.inputs[0] in self.sharded:
+            self.sharded.update(op.outputs)
 
     def row_shape(self, size: int, heads: int | None = None) -> Any:
         """int32: B, W, size, or B, heads, W, size. Shared by all that slice or make rows."""
@@ -126,7 +139,7 @@ class Lowering:
         return self._constant_name(op, "bias") in self.weights
 
     def _constant_name(self, op: Op, part: str) -> str:
-        use = self.encoding.use(self.network.weights[op.weights[0]], op)
+        use = self.encoding.use(self.division, op, op.weights[0])
         return f"{use.prefix}.{part}"
 
     def rounded(self, x: Any) -> Any:

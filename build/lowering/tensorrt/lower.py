@@ -138,10 +138,11 @@ def _cache_inputs(low: Lowering) -> list[Binding]:
     bindings = []
     for state in low.network.states.values():
         if state.kind != "kv":
-            bindings.append(Binding(state.name, state.dtype, (BATCH, *state.shape)))
+            own = low.division.state(state)
+            bindings.append(Binding(state.name, state.dtype, (BATCH, *own.shape)))
             low.committed[state.name] = _add_input(low, bindings[-1])
             continue
-        heads = low.encoding.shard.part(state.heads, f"{state.name}: KV heads")
+        heads = len(low.encoding.shard.kv_heads(state.heads, f"{state.name}: KV heads"))
         dims: tuple[int | str, ...] = (BATCH, heads, low.cache_length, state.head_dim)
         if low.paged:
             sizes = low.paged.sizes
@@ -167,7 +168,7 @@ def _outputs(low: Lowering) -> list[Binding]:
     for role, name in low.network.outputs.items():
         tensor = low.network.tensors[name]
         first = OUTPUTS if tensor.shape[0] == "outputs" else ROWS
-        features = [int(dim) // low.ranks_of(name) for dim in tensor.shape[1:]]
+        features = [low.extent(name), *tensor.shape[2:]] if len(tensor.shape) > 1 else []
         binding = Binding(OUTPUT_PREFIX + role, tensor.dtype, (low.batch, first, *features))
         low.values[name].name = binding.name
         low.emit.network.mark_output(low.values[name])
@@ -182,7 +183,8 @@ def _outputs(low: Lowering) -> list[Binding]:
     for name, kept in low.kept.items():
         kept.name = OUTPUT_PREFIX + name
         low.emit.network.mark_output(kept)
-        bindings.append(_kept(low.network.states[name.rpartition(".")[0]], kept))
+        state = low.network.states[name.rpartition(".")[0]]
+        bindings.append(_kept(low.division.state(state), kept))
     return bindings
 
 
