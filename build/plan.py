@@ -5,7 +5,8 @@ from typing import Any
 
 from trtree.build.builder import EngineDescription
 from trtree.build.hardware import Hardware
-from trtree.build.lowering.tensorrt.backend import encoding
+from trtree.build.lowering.shard import Shard
+from trtree.build.lowering.tensorrt.backend import encoding, most_padded_rows
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
 from trtree.build.network.network import Network
 from trtree.build.text_files import size_text
@@ -109,8 +110,11 @@ def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
     per_request = description.request_state_bytes
     if not per_request:
         return []
-    per_row = step_state_bytes_per_row(description.networks["target"]) // options.tp
+    target = description.networks["target"]
+    per_row = step_state_bytes_per_row(target) // options.tp
     requests, rows = options.max_batch_size, options.max_num_rows
+    if options.on_tensorrt:
+        rows = most_padded_rows(description.engine_sizes.profiles(target, Shard(0, options.tp)))
     table = [(f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request)]
     if snapshots := description.num_snapshots:
         name = f"snapshots of it, {snapshots} x {size_text(per_request)}"

@@ -293,6 +293,8 @@ def test_every_op_of_the_drafter(pairs: Pairs, case: str, kind: str) -> None:
         ("bf16-one-kv-head", 1e-3),
         ("moe-qwen3-bf16", 1e-2),
         ("moe-glm-bf16", 1e-2),
+        ("hybrid-next", 1e-2),
+        ("hybrid-3.5-moe", 1e-2),
         ("bf16-window", 1e-3),
         ("glm5-bf16", 2e-2),
         ("glm5-dense", 2e-2),
