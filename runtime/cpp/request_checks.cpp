@@ -66,7 +66,7 @@ void check_speculation(const SpeculativeConfig& config, const Capabilities& capa
   if (capabilities.tree_state == TreeState::kInexact && !executor.allow_unsafe_tree_state) {
     refuse(
         "this engine's recurrent state cannot branch exactly, so draft trees are refused; "
-        "use mode chain, or allow_unsafe_tree_state");
+        "use mode chain, or allow_unsafe_tree_state (serve.py --allow-unsafe-tree-state)");
   }
 }
 
