@@ -96,9 +96,9 @@ def vocabulary_bounds(size: int, ranks: int) -> list[int]:
 
 # Ops that run on a rank's own heads or features as they do on all of them.
 ON_PARTS = frozenset(
-    {"causal_conv", "concat", "experts_down", "gated_delta_net", "kv_append", "linear", "reshape"}
-    | {"rms_norm", "rotary_embedding", "scale", "sigmoid_mul", "silu_mul", "split"}
-    | {"tree_attention"}
+    {"causal_conv", "concat", "experts_down", "gated_delta_net", "head_linear", "kv_append"}
+    | {"latent_attention", "linear", "reshape", "rms_norm", "rotary_embedding", "scale"}
+    | {"sigmoid_mul", "silu_mul", "split", "tree_attention"}
 )
 # Ops whose results are laid out by the heads that their operands are.
 _LAID_OUT_ALIKE = frozenset({"concat", "reshape", "split"})
@@ -229,6 +229,8 @@ class Division:
         Raises:
             NetworkError: its heads do not divide.
         """
+        if state.kind == "latent":
+            return state  # all heads share it
         if state.kind == "kv":
             own = self.shard.kv_heads(state.heads, f"{state.name}: KV heads")
             return replace(state, heads=len(own))

@@ -40,6 +40,8 @@ class ServeOptions:
     prefix_cache: bool = True
     allow_unsafe_tree_state: bool = False
     drain_seconds: int = 30
+    stall_seconds: int = 60
+    max_unread_mib: int = 8
     trace: Path | None = None
 
     def __post_init__(self) -> None:
@@ -52,6 +54,8 @@ class ServeOptions:
             ("max_queue_size", 0, INT32_MAX),
             ("max_body_mib", 1, 1024),
             ("drain_seconds", 0, 86400),
+            ("stall_seconds", 1, 86400),
+            ("max_unread_mib", 1, 1024),
         ):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:

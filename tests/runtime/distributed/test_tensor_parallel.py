@@ -12,6 +12,7 @@ import pytest
 from decoding import run
 from engines import DEMO_VOCAB, random_checkpoint, tiny_config
 from random_drafter import random_drafter
+from random_glm5 import glm5_config
 from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
 from steps import prefill, random_tree, run_rows
@@ -135,6 +136,7 @@ def test_every_number_of_ranks_gives_the_same_bits(
         glm4_moe_config,
         partial(hybrid_config, "Qwen3NextForCausalLM", **KEY_HEADS),
         partial(hybrid_config, "Qwen3_5MoeForCausalLM", **KEY_HEADS),
+        glm5_config,
     ],
 )
 def test_experts_and_a_drafter_on_every_number_of_ranks(
@@ -178,6 +180,24 @@ def test_what_does_not_divide_evenly_is_divided_by_blocks(
     one = transcript(load(built(1)), 137)
     for tp in (2, 4, 8):
         assert transcript(load(built(tp)), 137) == one, tp
+
+
+def test_heads_are_divided_and_latents_are_not(tmp_path: Path) -> None:
+    """And a head that is cut in two is refused."""
+    described = glm5_config(intermediate_size=128, moe_intermediate_size=64)
+    target = random_checkpoint(tmp_path / "target", described, algorithm="NVFP4")
+    options = BuildOptions(checkpoint=target, output=tmp_path / "engine", tp=2)
+    network = builder.describe(options).rank(1).networks["target"]
+    attention = "model.layers.0.self_attn."
+    assert network.tensors[f"{attention}kv_b_proj.key"].shape == ("rows", 2, 32)
+    assert network.tensors[f"{attention}attention"].shape == ("rows", 2, 32)
+    assert network.tensors[f"{attention}indexer.q_rotated"].shape == ("rows", 16, 32)
+    assert network.states[f"{attention}latent"].shape == (1, 48)
+    assert network.states[f"{attention}indexer.keys"].shape == (1, 32)
+    stored = builder.describe(options).rank(1).weights.stored
+    assert stored[f"target:{attention}kv_b_proj"].shape == (128, 32)
+    with pytest.raises(NetworkError, match=r"q_heads: heads: 4 does not divide among 8 ranks"):
+        builder.describe(options.with_changes({"tp": 8}))
 
 
 def test_the_demo_with_its_drafter(demo_engine: Callable[..., Path]) -> None:
