@@ -283,6 +283,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="requests per step (default: 8)",
     )
+    add(
+        "--state-snapshots",
+        type=int,
+        metavar="N",
+        help="of hybrids: places for snapshots of recurrent state, from which prompts that begin "
+        "alike go on; 0 turns that off (default: 2 for each of max-batch-size; none on TensorRT)",
+    )
     add("--max-num-rows", type=int, metavar="N", help="rows per step (default: 512)")
     add(
         "--max-seq-len",

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +23,8 @@ from trtree.build.engine_dir import (
     writing,
 )
 from trtree.build.lowering import LOWERINGS
-from trtree.build.lowering.shard import RankNetworks, Shard, shard_networks
+from trtree.build.lowering.division import Division, Shard
+from trtree.build.lowering.shard import RankNetworks, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
 from trtree.build.lowering.tensorrt.paged import PagedSizes
 from trtree.build.lowering.weights import WeightPlan, plan_weights
@@ -76,14 +77,33 @@ class EngineDescription:
         return ["target", "drafter"] if self.drafter else ["target"]
 
     def weight_bytes(self, owner: Owner) -> int:
-        """Weights of an owner's networks on one rank."""
+        """Weights of an owner's networks on the last rank, which has the most."""
         if self.options.on_tensorrt:
             return tensorrt.rank_bytes(self.options, self.networks, owner)
-        return LOWERINGS[self.options.backend].stored_bytes(self.rank(0).weights, owner)
+        return LOWERINGS[self.options.backend].stored_bytes(
+            self.rank(self.options.tp - 1).weights, owner
+        )
 
     def rank(self, rank: int) -> RankNetworks:
         """What one rank runs and stores; not of a TensorRT engine."""
         return shard_networks(self.networks, self.weights, Shard(rank, self.options.tp))
+
+    @property
+    def request_state_bytes(self) -> int:
+        """Recurrent state and convolution windows that a request keeps on one rank, whatever
+        its length."""
+        shard = Shard(0, self.options.tp)
+        states = {}
+        for network in self.networks.values():
+            division = Division(network, shard)
+            branching = [state for state in network.states.values() if not state.paged]
+            states |= {state.name: division.state(state) for state in branching}
+        return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values())
+
+    @property
+    def num_snapshots(self) -> int:
+        """Places for snapshots of that state."""
+        return self.options.num_snapshots if self.request_state_bytes else 0
 
     @property
     def engine_sizes(self) -> tensorrt.Sizes:
@@ -380,17 +400,12 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
             "max_batch_size": options.max_batch_size,
             "max_num_rows": options.max_num_rows,
             "max_seq_len": description.max_seq_len,
-            "request_state_bytes": request_state_bytes(description.networks.values()),
+            "request_state_bytes": description.request_state_bytes,
+            "state_snapshots": description.num_snapshots,
         },
         "mapping": {"world_size": options.tp, "tp_size": options.tp},
         "speculative_config": _speculative_config(description),
     }
-
-
-def request_state_bytes(networks: Iterable[Network]) -> int:
-    """Recurrent state and convolution windows that a request keeps, whatever its length."""
-    states = {s.name: s for n in networks for s in n.states.values() if s.kind != "kv"}
-    return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values())
 
 
 def _speculative_config(description: EngineDescription) -> dict[str, Any] | None:

@@ -42,6 +42,7 @@ class BuildOptions:
     page_size: int = 16
     kv_tokens: int = 8192
     max_batch_size: int = 8
+    state_snapshots: int | None = None  # of recurrent state; default: 2 for each of max_batch_size
     max_num_rows: int = 512
     max_seq_len: int | None = None  # default: the checkpoint's, at most kv_tokens
     calibration_prompts: Path | None = None  # needed by static trees
@@ -62,6 +63,7 @@ class BuildOptions:
             _at_least(name, getattr(self, name), 1)
         for name, least in (
             ("max_tree_budget", 0),
+            ("state_snapshots", 0),
             ("top_k", 1),
             ("block_size", 1),
             ("max_seq_len", 2),
@@ -117,6 +119,13 @@ class BuildOptions:
     def largest_budget(self) -> int:
         """The largest budget a request may ask for; it bounds the verify width."""
         return max(self.tree_budget, 64) if self.max_tree_budget is None else self.max_tree_budget
+
+    @property
+    def num_snapshots(self) -> int:
+        """Places for snapshots of requests' recurrent state; TensorRT engines take none."""
+        if self.on_tensorrt:
+            return 0
+        return 2 * self.max_batch_size if self.state_snapshots is None else self.state_snapshots
 
     @property
     def num_pages(self) -> int:

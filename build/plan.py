@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trtree.build.builder import EngineDescription, request_state_bytes
+from trtree.build.builder import EngineDescription
 from trtree.build.hardware import Hardware
 from trtree.build.lowering.tensorrt.backend import encoding
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
-from trtree.build.network.network import ITEM_BYTES, Network, State
+from trtree.build.network.network import Network
 from trtree.build.text_files import size_text
 
 
@@ -15,7 +15,7 @@ def kv_bytes_per_token(description: EngineDescription) -> int:
     """KV of all layers, target and drafter, on one rank, in bytes per token."""
     networks = description.rank(0).networks
     states = {s.name: s for n in networks.values() for s in n.states.values()}
-    return sum(_state_bytes(state) for state in states.values() if state.kind == "kv")
+    return sum(state.token_bytes for state in states.values())
 
 
 def step_state_bytes_per_row(network: Network) -> int:
@@ -89,15 +89,16 @@ def _paged_kv(description: EngineDescription) -> tuple[str, int]:
 def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
     """State of requests that does not grow with their tokens, and what a step adds to it."""
     options = description.options
-    per_request = request_state_bytes(description.networks.values())
+    per_request = description.request_state_bytes
     if not per_request:
         return []
-    per_row = step_state_bytes_per_row(description.networks["target"])
+    per_row = step_state_bytes_per_row(description.networks["target"]) // options.tp
     requests, rows = options.max_batch_size, options.max_num_rows
-    return [
-        (f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request),
-        (f"kept of a step, {rows} rows x {size_text(per_row)}", rows * per_row),
-    ]
+    table = [(f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request)]
+    if snapshots := description.num_snapshots:
+        name = f"snapshots of it, {snapshots} x {size_text(per_request)}"
+        table.append((name, snapshots * per_request))
+    return [*table, (f"kept of a step, {rows} rows x {size_text(per_row)}", rows * per_row)]
 
 
 def _tensorrt_memory(description: EngineDescription) -> list[tuple[str, int]]:
@@ -137,7 +138,3 @@ def _expert_reads(description: EngineDescription) -> list[tuple[str, str]]:
                 read += f", all are read: {experts / needed:.1f} times as much"
             table.append((f"experts per layer, {rows} row{'s' if rows > 1 else ''}", read))
     return table
-
-
-def _state_bytes(state: State) -> int:
-    return 2 * state.heads * state.head_dim * ITEM_BYTES[state.dtype]

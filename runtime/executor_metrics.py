@@ -16,6 +16,16 @@ GAUGES: tuple[tuple[str, str, Callable[[ExecutorStatistics], float]], ...] = (
         lambda s: float(s.prefix_cache),
     ),
     ("kv_pages_cached", "KV pages only the prefix cache holds", lambda s: s.cached_pages),
+    (
+        "state_snapshots",
+        "Places for snapshots of recurrent state",
+        lambda s: s.total_snapshots,
+    ),
+    (
+        "state_snapshots_cached",
+        "Snapshots of recurrent state beside cached pages",
+        lambda s: s.cached_snapshots,
+    ),
     ("step_rows", "Rows of the last step", lambda s: s.last_step_rows),
     ("step_requests", "Requests in the last step", lambda s: s.last_step_requests),
     (
@@ -39,6 +49,16 @@ COUNTERS: tuple[tuple[str, str, Callable[[ExecutorStatistics], float]], ...] = (
         "cached_prompt_tokens",
         "Prompt tokens taken from the prefix cache",
         lambda s: s.cached_prompt_tokens,
+    ),
+    (
+        "state_snapshots_saved",
+        "Snapshots of recurrent state taken",
+        lambda s: s.snapshots_saved,
+    ),
+    (
+        "state_snapshots_loaded",
+        "Requests that went on from a snapshot",
+        lambda s: s.snapshots_loaded,
     ),
     ("output_tokens", "Tokens generated", lambda s: s.output_tokens),
     ("drafted_tokens", "Draft nodes verified", lambda s: s.drafted_tokens),

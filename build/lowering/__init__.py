@@ -5,7 +5,7 @@ from typing import Protocol
 
 from trtree.build.engine_dir import EngineDirWriter
 from trtree.build.lowering import cpu, reference_weights
-from trtree.build.lowering.shard import WHOLE, Shard
+from trtree.build.lowering.division import WHOLE, Shard
 from trtree.build.lowering.weights import WeightPlan, WeightReader
 from trtree.build.network.network import Network, Owner
 

@@ -14,8 +14,12 @@ from trtree.build.network.network import Network, NetworkError, Op
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.causal_conv.reference import causal_conv
 from trtree.plugins.gated_delta_net.reference import gated_delta_net
+from trtree.plugins.latent_cache import LatentCache
+from trtree.plugins.latent_cache import append as latent_append
+from trtree.plugins.mla_attention.reference import head_linear, latent_attention
 from trtree.plugins.moe import reference as moe
 from trtree.plugins.moe.contract import Routing
+from trtree.plugins.sparse_indexer.reference import index_select
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 
@@ -28,8 +32,8 @@ LinearImpl = Callable[[torch.Tensor], torch.Tensor]
 class StepContext:
     """What ops with state see of the current step.
 
-    caches: KV by state name. committed: state that branches by name, [slots, ...]; the
-    step's rows leave theirs, [rows, ...], in ``row_states``.
+    caches: KV by state name, ``latents`` likewise. committed: state that branches by name,
+    [slots, ...]; the step's rows leave theirs, [rows, ...], in ``row_states``.
     """
 
     caches: Mapping[str, PagedKv]
@@ -37,6 +41,7 @@ class StepContext:
     committed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     branches: Sequence[StateSegment] = ()
     row_states: dict[str, torch.Tensor] = field(default_factory=dict)
+    latents: Mapping[str, LatentCache] = field(default_factory=dict)
 
 
 class ReferenceNetwork:
@@ -153,6 +158,14 @@ def _rms_norm(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> 
     return [net.round(wide * scale * net.dense(op).double())]
 
 
+def _layer_norm(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    weight, bias = net.dense(op).double().chunk(2)
+    wide = x[0].double()
+    wide = wide - wide.mean(dim=-1, keepdim=True)
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + op.attrs["eps"])
+    return [net.round(wide * scale * weight + bias)]
+
+
 def _rotary_embedding(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
     wide, positions = x[0].double(), x[1]
     inv_freq = net.constant(op.attrs["inv_freq"])
@@ -188,6 +201,46 @@ def _tree_attention(net: ReferenceNetwork, op: Op, x: Operands, step: StepContex
             window=op.attrs["window"],
         )
     ]
+
+
+def _latent_append(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    latent_append(step.latents[str(op.state)], x[0], x[1], step.segments)
+    return []
+
+
+def _index_select(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    q, weights, packed_mask = x
+    cache = step.latents[str(op.state)]
+    top_k = op.attrs["top_k"]
+    return [index_select(cache, q, weights, packed_mask, step.segments, top_k=top_k)]
+
+
+def _latent_attention(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    q, packed_mask, *selection = x
+    cache, attrs = step.latents[str(op.state)], op.attrs
+    return [
+        latent_attention(
+            cache,
+            q,
+            packed_mask,
+            step.segments,
+            selection[0] if selection else None,
+            value_dim=attrs["value_dim"],
+            scale=attrs["scale"],
+        )
+    ]
+
+
+def _head_linear(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    attrs = op.attrs
+    y = head_linear(
+        x[0],
+        net.dense(op),
+        attrs["part"],
+        key_dim=attrs["key_dim"],
+        value_dim=attrs["value_dim"],
+    )
+    return [net.round(y)]
 
 
 def _causal_conv(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
@@ -274,7 +327,12 @@ _OPS: dict[str, OpFunction] = {
     "experts_up": _experts_up,
     "gated_delta_net": _gated_delta_net,
     "gather_rows": _gather_rows,
+    "head_linear": _head_linear,
+    "index_select": _index_select,
     "kv_append": _kv_append,
+    "latent_append": _latent_append,
+    "latent_attention": _latent_attention,
+    "layer_norm": _layer_norm,
     "linear": _linear,
     "reshape": _reshape,
     "rms_norm": _rms_norm,

@@ -14,13 +14,14 @@ import torch
 from safetensors import safe_open
 
 from trtree.build.engine_dir import EngineDirWriter, weights_file
+from trtree.build.lowering.division import WHOLE, Shard
 from trtree.build.lowering.reference import LinearImpl, ReferenceNetwork
-from trtree.build.lowering.shard import WHOLE, Shard
 from trtree.build.lowering.weights import (
     View,
     WeightPlan,
     WeightReader,
     plan_weights,
+    read_linear,
     read_vector,
 )
 from trtree.build.network.network import Network, NetworkError, Owner, Weight
@@ -150,7 +151,7 @@ def _read_experts(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.T
 def _read_linear(
     weight: Weight, modules: Sequence[str], checkpoint: WeightReader
 ) -> dict[str, torch.Tensor]:
-    linear = checkpoint.linear(modules)
+    linear = read_linear(weight, modules, checkpoint)
     parts: dict[str, torch.Tensor] = {}
     if isinstance(linear.weight, QuantizedTensor):
         parts["codes"], parts["block_scale"], parts["global_scale"] = linear.weight

@@ -10,63 +10,34 @@ divided like the target.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from itertools import chain
+from typing import Any
 
 import torch
 
 from trtree.build.checkpoint import LinearWeight
+from trtree.build.lowering.division import (
+    ON_PARTS,
+    SEGMENTS,
+    Division,
+    Heads,
+    Shard,
+    Use,
+    divided_rows,
+    segment_bounds,
+    vocabulary_bounds,
+)
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader
 from trtree.build.network.network import (
-    Dim,
     Network,
     NetworkError,
     Op,
     Owner,
     Tensor,
     Weight,
+    tensor_name,
 )
 from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
-
-SEGMENTS = 8  # of K, whatever the number of ranks
-TILE = 16  # output columns that a rank's part of the vocabulary is made of
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank of a tensor-parallel engine."""
-
-    rank: int = 0
-    size: int = 1
-
-    def part(self, total: int, what: str) -> int:
-        """``total`` divided among the ranks.
-
-        Raises:
-            NetworkError: it does not divide.
-        """
-        if total % self.size:
-            raise NetworkError(f"{what}: {total} does not divide among {self.size} ranks")
-        return total // self.size
-
-    def kv_heads(self, heads: int, what: str) -> range:
-        """This rank's KV heads; ranks that outnumber them share one among several.
-
-        Raises:
-            NetworkError: neither number is a multiple of the other.
-        """
-        if self.size % heads == 0:
-            own = self.rank * heads // self.size
-            return range(own, own + 1)
-        part = self.part(heads, what)
-        return range(self.rank * part, (self.rank + 1) * part)
-
-    def of(self, tensor: torch.Tensor, axis: int, what: str) -> torch.Tensor:
-        """This rank's part of ``axis``."""
-        length = self.part(tensor.shape[axis], what)
-        return tensor.narrow(axis, self.rank * length, length)
-
-
-WHOLE = Shard()  # one rank has it all
 
 
 @dataclass(frozen=True)
@@ -74,8 +45,13 @@ class _Part:
     """What a rank stores of a linear: ranges of its rows (fused out_features) or of its
     columns (in_features); None: all of them. Of stacked experts: of each of them."""
 
-    rows: tuple[range, ...] | None = None
+    rows: tuple[tuple[range, ...], ...] | None = None  # by module
     columns: range | None = None
+
+    def indices(self) -> torch.Tensor:
+        """int64 [rows]: of the rows of all modules."""
+        ranges = chain(*(self.rows or ()))
+        return torch.cat([torch.arange(r.start, r.stop) for r in ranges])
 
 
 @dataclass(frozen=True)
@@ -112,26 +88,28 @@ def shard_networks(
             f"tp {shard.size}: linears are reduced in {SEGMENTS} segments, which do not divide "
             f"among {shard.size} ranks; use 2, 4 or 8"
         )
-    facts = {name: _Facts(network) for name, network in networks.items()}
-    local = {name: _NetworkShard(facts[name], shard).network for name in networks}
+    divisions = {name: Division(network, shard) for name, network in networks.items()}
+    local = {name: _NetworkShard(divisions[name]).network for name in networks}
     plan = WeightPlan({}, {})
     parts: dict[tuple[Owner, tuple[str, ...]], _Part] = {}
-    uses: dict[str, set[_Use]] = {}  # by stored weight, how its parts are used
-    kv_heads = {key: heads for known in facts.values() for key, heads in known.kv_modules.items()}
+    uses: dict[str, set[Use]] = {}  # by stored weight, how its parts are used
+    modules = {k: heads for known in divisions.values() for k, heads in known.modules.items()}
     for name, network in networks.items():
         for op in network.ops:
             for weight_name in op.weights:
                 stored_name = weights.views[weight_name].stored
-                uses.setdefault(stored_name, set()).add(facts[name].uses[op.name])
+                uses.setdefault(stored_name, set()).add(divisions[name].uses[op.name])
     for weight in weights.stored.values():
-        part = _part(weight, uses[weight.name], kv_heads, shard)
+        part = _part(weight, uses[weight.name], modules, shard)
         for expert in range(weight.experts):
             parts[weight.owner, weight.modules_of(expert)] = part
         parts[weight.owner, weight.modules] = part
+        if len(weight.shape) == 1 and part.rows is not None:
+            parts |= _vector_parts(weight, part.rows)
         plan.stored[weight.name] = _cut(weight, part)
     for name, network in networks.items():
         for op in network.ops:
-            use = facts[name].uses[op.name]
+            use = divisions[name].uses[op.name]
             for weight_name in op.weights:
                 view = weights.views[weight_name]
                 stored = plan.stored[view.stored]
@@ -142,81 +120,17 @@ def shard_networks(
     return RankNetworks(shard, local, plan, parts)
 
 
-def segment_bounds(blocks: int) -> list[int]:
-    """Where K of so many blocks is cut into segments."""
-    return [i * blocks // SEGMENTS for i in range(SEGMENTS + 1)]
-
-
-def vocabulary_bounds(size: int, ranks: int) -> list[int]:
-    """The first column of every rank's logits, and their number: whole tiles, about as
-    many for each."""
-    tiles = -(-size // TILE)
-    return [min(size, r * tiles // ranks * TILE) for r in range(ranks + 1)]
-
-
 # Weights
 
-# How an op uses a weight: whole (None), or divided by rows of each module, by tiles of the
-# vocabulary, or by columns.
-_Use = Literal["column", "vocabulary", "row"] | None
 
-
-class _Facts:
-    """What a network says about how its parts are divided.
-
-    uses: by op, how its weights are used. kv_heads: by tensor, from a k or v projection
-    to the cache, the KV heads of all ranks; kv_modules: by owner and module likewise.
-    """
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        self._producers = {name: op for op in network.ops for name in op.outputs}
-        readers: dict[str, set[str]] = {}
-        for op in network.ops:
-            for name in op.inputs:
-                readers.setdefault(name, set()).add(op.kind)
-        self.uses: dict[str, _Use] = {}
-        for op in network.ops:
-            parallel = op.attrs.get("parallel")
-            read_by = readers.get(op.outputs[0], set()) if op.outputs else set()
-            whole = parallel == "column" and not read_by <= _ON_PARTS
-            self.uses[op.name] = "vocabulary" if whole else parallel
-        self.kv_heads: dict[str, int] = {}
-        self.kv_modules: dict[tuple[Owner, str], int] = {}
-        for op in network.ops:
-            if op.kind == "kv_append" and op.state:
-                for name in op.inputs[:2]:
-                    self._follow(name, network.states[op.state].heads)
-
-    def _follow(self, name: str, heads: int) -> None:
-        """From the cache back to the projection."""
-        module = 0
-        while (op := self._producers.get(name)) is not None:
-            self.kv_heads[name] = heads
-            if op.kind == "linear":
-                weight = self.network.weights[op.weights[0]]
-                self.kv_modules[weight.owner, weight.modules[module]] = heads
-                return
-            if op.kind == "split":
-                module = op.outputs.index(name)
-                (name,) = op.inputs
-                linear = self._producers[name]
-                if linear.kind != "linear":
-                    return
-                weight = self.network.weights[linear.weights[0]]
-                self.kv_modules[weight.owner, weight.modules[module]] = heads
-                return
-            name = op.inputs[0]
-
-
-def _local_name(weight: str, use: _Use) -> str:
+def _local_name(weight: str, use: Use) -> str:
     return f"{weight}@{use}" if use else weight
 
 
 def _part(
     weight: Weight,
-    uses: set[_Use],
-    kv_heads: Mapping[tuple[Owner, str], int],
+    uses: set[Use],
+    modules: Mapping[tuple[Owner, str], Heads],
     shard: Shard,
 ) -> _Part:
     """What a rank stores of a weight: its own part if every use is of one kind."""
@@ -228,30 +142,30 @@ def _part(
         return _Part(columns=_columns(weight, shard))
     if uses == {"vocabulary"}:
         bounds = vocabulary_bounds(weight.shape[0], shard.size)
-        return _Part(rows=(range(*bounds[shard.rank : shard.rank + 2]),))
-    sizes = weight.out_sizes[: len(weight.out_sizes) // (weight.experts or 1)]
-    ranges = []
-    for index, (module, size) in enumerate(zip(weight.modules, sizes, strict=False)):
-        start = sum(sizes[:index])
-        heads = kv_heads.get((weight.owner, module))
-        if heads is not None:
-            own, head_dim = shard.kv_heads(heads, f"{module}: KV heads"), size // heads
-            ranges.append(range(start + own.start * head_dim, start + own.stop * head_dim))
-            continue
-        part = shard.part(size, f"{module}: out_features")
-        ranges.append(range(start + shard.rank * part, start + (shard.rank + 1) * part))
-    return _Part(rows=tuple(ranges))
+        return _Part(rows=((range(*bounds[shard.rank : shard.rank + 2]),),))
+    return _Part(rows=divided_rows(weight, modules, shard))
+
+
+def _vector_parts(
+    weight: Weight, rows: tuple[tuple[range, ...], ...]
+) -> dict[tuple[Owner, tuple[str, ...]], _Part]:
+    """Vectors are read tensor by tensor, each from its own first number on."""
+    parts = {}
+    for index, (module, ranges) in enumerate(zip(weight.modules, rows, strict=True)):
+        start = sum(weight.sizes[:index])
+        own = tuple(range(r.start - start, r.stop - start) for r in ranges)
+        parts[weight.owner, (tensor_name(module),)] = _Part(rows=(own,))
+    return parts
 
 
 def _columns(weight: Weight, shard: Shard) -> range:
     k = weight.shape[-1]
-    if k % (BLOCK * shard.size):
+    if k % BLOCK:
         raise NetworkError(
-            f"{weight.name}: in_features {k} are {k / BLOCK:g} blocks of {BLOCK}, which do not "
-            f"divide among {shard.size} ranks"
+            f"{weight.name}: in_features {k} are no whole blocks of {BLOCK} to divide among "
+            f"{shard.size} ranks"
         )
-    part = k // shard.size
-    return range(shard.rank * part, (shard.rank + 1) * part)
+    return shard.features(k, f"{weight.name}: in_features")
 
 
 def _cut(weight: Weight, part: _Part) -> Weight:
@@ -259,14 +173,14 @@ def _cut(weight: Weight, part: _Part) -> Weight:
         return replace(weight, shape=(*weight.shape[:-1], len(part.columns)))
     if part.rows is None:
         return weight
-    sizes = tuple(map(len, part.rows))
+    sizes = tuple(sum(map(len, ranges)) for ranges in part.rows)
     if weight.experts:
         shape: tuple[int, ...] = (weight.experts, sum(sizes), weight.shape[2])
         return replace(weight, shape=shape, out_sizes=sizes * weight.experts)
     return replace(weight, shape=(sum(sizes), *weight.shape[1:]), out_sizes=sizes)
 
 
-def _view(weight: Weight, use: _Use, view: View, stored: Weight, part: _Part, shard: Shard) -> View:
+def _view(weight: Weight, use: Use, view: View, stored: Weight, part: _Part, shard: Shard) -> View:
     """Where a use's rows are in what the rank stores; ``view``: in the whole."""
     if use == "vocabulary" and part.rows is None:
         bounds = vocabulary_bounds(weight.shape[0], shard.size)
@@ -294,11 +208,8 @@ class _PartReader:
 
     def tensor(self, tensor_name: str) -> torch.Tensor:
         whole = self.checkpoint.tensor(tensor_name)
-        # Vectors that ranks divide, such as input scales, are named by their tensors.
         part = self.parts.get((self.owner, (tensor_name,)))
-        if part is None or part.rows is None:
-            return whole
-        return torch.cat([whole[r.start : r.stop] for r in part.rows])
+        return whole if part is None or part.rows is None else whole.reshape(-1)[part.indices()]
 
     def linear(self, modules: Sequence[str]) -> LinearWeight:
         linear = self.checkpoint.linear(modules)
@@ -307,7 +218,7 @@ class _PartReader:
             return self._columns(linear, part.columns, modules[0])
         if part.rows is None:
             return linear
-        rows = torch.cat([torch.arange(r.start, r.stop) for r in part.rows])
+        rows = part.indices()
         weight: torch.Tensor | QuantizedTensor
         if isinstance(linear.weight, QuantizedTensor):
             weight = linear.weight._replace(
@@ -349,27 +260,18 @@ def _indexed(scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 # Networks
 
-# Ops that run on a rank's own heads or features as they do on all of them.
-_ON_PARTS = frozenset(
-    {"experts_down", "kv_append", "linear", "reshape", "rms_norm", "rotary_embedding"}
-    | {"scale", "sigmoid_mul", "silu_mul", "split", "tree_attention"}
-)
+
+_OF_ALL_RANKS = ("parallel", "key_heads", "parts")  # attributes that say how to divide
 
 
 class _NetworkShard:
     """Copies a network op by op, with the tensors of one rank."""
 
-    def __init__(self, facts: _Facts, shard: Shard) -> None:
-        self._facts = facts
-        self._whole = network = facts.network
-        self._shard = shard
+    def __init__(self, division: Division) -> None:
+        self._division = division
+        self._whole = network = division.network
+        self._shard = division.shard
         self._divided: set[str] = set()
-        # Parts of features; parts of every head leave the heads as they are.
-        self._splits = {
-            op.inputs[0]: op.outputs
-            for op in network.ops
-            if op.kind == "split" and len(network.tensors[op.inputs[0]].shape) == 2
-        }
         self.network = replace(network, tensors={}, ops=[], weights={}, states={})
         for name in network.inputs:
             self.network.tensors[name] = network.tensors[name]
@@ -382,8 +284,8 @@ class _NetworkShard:
         divided = [
             name in self._divided for name in operands if self._whole.tensors[name].dtype != "int32"
         ]
-        use = self._facts.uses[op.name]
-        if any(divided) and not (all(divided) and op.kind in _ON_PARTS):
+        use = self._division.uses[op.name]
+        if any(divided) and not (all(divided) and op.kind in ON_PARTS):
             raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
         if op.kind in ("linear", "experts_down") and any(divided) != (use == "row"):
             raise NetworkError(
@@ -391,7 +293,7 @@ class _NetworkShard:
                 f"{'row' if use == 'row' else 'not row'}-parallel"
             )
         weights = tuple(self._weight(name, use) for name in op.weights)
-        attrs = {key: value for key, value in op.attrs.items() if key != "parallel"}
+        attrs = {key: value for key, value in op.attrs.items() if key not in _OF_ALL_RANKS}
         if use == "vocabulary":
             self._gathered(op, weights, attrs)
             return
@@ -400,12 +302,12 @@ class _NetworkShard:
         on_part = use == "column" or (any(divided) and use != "row")
         if on_part and op.kind == "rms_norm" and len(self._shape(op.inputs[0])) != 3:
             raise NetworkError(f"{op.name}: a norm over features that are divided among ranks")
-        if on_part and op.kind == "split" and op.inputs[0] in self._splits:
-            attrs["sizes"] = [self._features(name) for name in op.outputs]
+        if on_part and op.kind == "split" and len(self._shape(op.inputs[0])) == 2:
+            attrs["sizes"] = [self._division.extent(name) for name in op.outputs]
         self._state(op, any(divided))
         for name in op.outputs:
             tensor = self._whole.tensors[name]
-            self.network.tensors[name] = self._part(op, tensor) if on_part else tensor
+            self.network.tensors[name] = self._division.part(op, tensor) if on_part else tensor
             if on_part:
                 self._divided.add(name)
         self.network.ops.append(replace(op, weights=weights, attrs=attrs))
@@ -427,7 +329,7 @@ class _NetworkShard:
             Op("all_gather", f"{op.name}.all", (part.name,), (name,), attrs={"columns": bounds}),
         ]
 
-    def _weight(self, name: str, use: _Use) -> str:
+    def _weight(self, name: str, use: Use) -> str:
         local = _local_name(name, use)
         self.network.weights[local] = self._whole.weights[name]
         return local
@@ -436,30 +338,7 @@ class _NetworkShard:
         if op.state is None:
             return
         state = self._whole.states[op.state]
-        if divided:
-            own = self._shard.kv_heads(state.heads, f"{state.name}: KV heads")
-            state = replace(state, heads=len(own))
-        self.network.states[op.state] = state
+        self.network.states[op.state] = self._division.state(state) if divided else state
 
-    def _part(self, op: Op, tensor: Tensor) -> Tensor:
-        """The tensor with this rank's features, or heads, of it."""
-        if op.kind == "experts_up":  # [rows, slots, intermediate]
-            *axes, features = tensor.shape
-            part = self._shard.part(int(features), f"{tensor.name}: intermediate")
-            return replace(tensor, shape=(*axes, part))
-        rows, _, *rest = tensor.shape
-        return replace(tensor, shape=(rows, self._features(tensor.name), *rest))
-
-    def _features(self, name: str) -> int:
-        """Of a tensor [rows, features], or the heads of one [rows, heads, head_dim]."""
-        _, whole, *rest = self._shape(name)
-        features = int(whole)
-        if name in self._facts.kv_heads:
-            heads = self._facts.kv_heads[name]
-            return features // heads * len(self._shard.kv_heads(heads, f"{name}: KV heads"))
-        if name in self._splits:
-            return sum(map(self._features, self._splits[name]))
-        return self._shard.part(features, f"{name}: {'heads' if rest else 'features'}")
-
-    def _shape(self, name: str) -> tuple[Dim, ...]:
+    def _shape(self, name: str) -> tuple[int | str, ...]:
         return self._whole.tensors[name].shape

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtree.build.models import glm4_moe, qwen3, qwen3_5, qwen3_moe, qwen3_next
+from trtree.build.models import glm4_moe, glm_moe_dsa, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import NetworkError
 
@@ -23,11 +23,15 @@ class Family:
     biased: tuple[str, ...] = _QKVO
 
 
+_LOW_RANK = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
 _QWEN3_5 = Family(qwen3_5.Qwen35Config.from_dict, qwen3_5.build)
 _QWEN3_5_MOE = Family(qwen3_5.Qwen35MoeConfig.from_dict, qwen3_5.build_moe)
 
 FAMILIES: dict[str, Family] = {
     "Glm4MoeForCausalLM": Family(glm4_moe.Glm4MoeConfig.from_dict, glm4_moe.build, _QKVO[:3]),
+    "GlmMoeDsaForCausalLM": Family(
+        glm_moe_dsa.GlmMoeDsaConfig.from_dict, glm_moe_dsa.build, _LOW_RANK
+    ),
     "Qwen3ForCausalLM": Family(qwen3.Qwen3Config.from_dict, qwen3.build),
     "Qwen3MoeForCausalLM": Family(qwen3_moe.Qwen3MoeConfig.from_dict, qwen3_moe.build),
     "Qwen3NextForCausalLM": Family(qwen3_next.Qwen3NextConfig.from_dict, qwen3_next.build),

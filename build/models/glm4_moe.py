@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from trtree.build.models.config import ConfigReader
 from trtree.build.models.moe import read_routing, sparse_mlp
-from trtree.build.models.qwen3 import Qwen3Config, build_decoder, decoder_fields, gated_mlp
+from trtree.build.models.qwen3 import Mlp, Qwen3Config, build_decoder, decoder_fields, gated_mlp
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import Tensor
 from trtree.plugins.moe.contract import Routing
@@ -62,6 +62,11 @@ class Glm4MoeConfig(Qwen3Config):
 
 def build(g: Graph, cfg: Glm4MoeConfig, captured_layers: Sequence[int]) -> None:
     """The target; see qwen3.build."""
+    build_decoder(g, cfg, captured_layers, mlp_of(cfg))
+
+
+def mlp_of(cfg: Glm4MoeConfig) -> Mlp:
+    """A layer's MLP: one of its own in the first layers, experts in the others."""
 
     def mlp(g: Graph, h: Tensor, layer: int) -> Tensor:
         if layer < cfg.dense_layers:
@@ -76,4 +81,4 @@ def build(g: Graph, cfg: Glm4MoeConfig, captured_layers: Sequence[int]) -> None:
             shared_intermediate=cfg.shared_experts * cfg.moe_intermediate_size,
         )
 
-    build_decoder(g, cfg, captured_layers, mlp)
+    return mlp

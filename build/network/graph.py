@@ -9,6 +9,7 @@ from trtree.build.network.attention_ops import AttentionOps
 from trtree.build.network.branch_ops import BranchOps
 from trtree.build.network.expert_ops import ExpertOps
 from trtree.build.network.graph_core import Rows
+from trtree.build.network.latent_ops import LatentOps
 from trtree.build.network.linear_ops import LinearOps
 from trtree.build.network.row_ops import RowOps
 from trtree.build.network.weight_source import Parallel, WeightInfo, WeightSource
@@ -27,7 +28,12 @@ OP_KINDS = frozenset(
         "experts_up",
         "gated_delta_net",
         "gather_rows",
+        "head_linear",
+        "index_select",
         "kv_append",
+        "latent_append",
+        "latent_attention",
+        "layer_norm",
         "linear",
         "reshape",
         "rms_norm",
@@ -43,5 +49,5 @@ OP_KINDS = frozenset(
 )
 
 
-class Graph(LinearOps, ExpertOps, AttentionOps, BranchOps, RowOps):
+class Graph(LinearOps, ExpertOps, AttentionOps, LatentOps, BranchOps, RowOps):
     """Builds one Network; see ``GraphCore`` for its arguments."""

@@ -121,6 +121,7 @@ class GraphCore:
         info: WeightInfo,
         owner: Owner,
         offset: float = 0.0,
+        head_sizes: tuple[int, ...] = (),
     ) -> Weight:
         weight = Weight(
             name=f"{owner}:{name}",
@@ -133,6 +134,7 @@ class GraphCore:
             activations=info.activations,
             owner=owner,
             offset=offset,
+            head_sizes=head_sizes,
         )
         return self.network.weights.setdefault(weight.name, weight)
 

@@ -41,7 +41,9 @@ class Weight:
     elements ("bfloat16", "float16", "float32", "nvfp4"). ``activations`` is what an
     NVFP4 linear rounds its input to; None for dense weights. ``owner`` says which
     checkpoint: a drafter borrows the target's embedding and head. ``offset`` is added to
-    a vector as it is read: some norms are stored around zero.
+    a vector as it is read: some norms are stored around zero. ``head_sizes``: where heads are
+    used one by one, the rows of each head's parts; such a weight is dense whatever the
+    checkpoint holds.
     """
 
     name: str
@@ -54,11 +56,17 @@ class Weight:
     activations: Activations | None
     owner: Owner
     offset: float = 0.0
+    head_sizes: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
         """out_features of all its modules together."""
         return sum(self.out_sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Out_features of each module; of stacked experts, of one expert's."""
+        return self.out_sizes[: len(self.out_sizes) // (self.experts or 1)]
 
     @property
     def experts(self) -> int:
@@ -71,8 +79,10 @@ class Weight:
         return self.modules[expert * count : (expert + 1) * count]
 
 
+_WEIGHT_TUPLES = ("modules", "shape", "out_sizes", "head_sizes")
+
 # Parameters that are tensors by themselves, not the ``weight`` of a module.
-_PARAMETERS = ("A_log", "dt_bias", "e_score_correction_bias", "pre_quant_scale")
+_PARAMETERS = ("A_log", ".bias", "dt_bias", "e_score_correction_bias", "pre_quant_scale")
 
 
 def tensor_name(module: str) -> str:
@@ -86,6 +96,7 @@ class State:
 
     "kv": keys and values [heads, head_dim] per token. Commit gathers the accepted
     rows' slots to the front of the step's slots.
+    "latent": likewise, but one vector [1, head_dim] per token (``plugins/latent_cache.py``).
     "conv": a convolution's window [heads (tokens), head_dim (channels)] per request.
     "recurrent": [heads, head_dim, value_dim] per request. Of these two every row of a
     step has its own, continued from its parent's; commit keeps the last accepted row's
@@ -93,15 +104,26 @@ class State:
     """
 
     name: str
-    kind: Literal["kv", "conv", "recurrent"]
+    kind: Literal["kv", "latent", "conv", "recurrent"]
     heads: int
     head_dim: int
     dtype: DType
     value_dim: int = 0
 
     @property
+    def paged(self) -> bool:
+        """Whether it grows by a token per row, in pages."""
+        return self.kind in ("kv", "latent")
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token, where it is paged: a latent is one vector, KV two per head."""
+        vectors = self.heads * (2 if self.kind == "kv" else 1)
+        return vectors * self.head_dim * ITEM_BYTES[self.dtype] if self.paged else 0
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Of one token's keys or values, or of one request's state."""
+        """Of one token's keys, values or latent, or of one request's state."""
         parts = (self.heads, self.head_dim, self.value_dim)
         return parts if self.kind == "recurrent" else parts[:2]
 
@@ -157,7 +179,7 @@ class Network:
         try:
             tensors = [Tensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]]
             weights = [
-                Weight(**{**w, **{key: tuple(w[key]) for key in ("modules", "shape", "out_sizes")}})
+                Weight(**{**w, **{key: tuple(w[key]) for key in _WEIGHT_TUPLES if key in w}})
                 for w in data["weights"]
             ]
             ops = [

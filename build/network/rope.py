@@ -43,7 +43,7 @@ def rope_table(
     Raises:
         NetworkError: an unknown rope_type, or a missing or invalid parameter.
     """
-    params = _mapping(config, "rope_scaling") | _mapping(config, "rope_parameters")
+    params = rope_parameters(config)
     if params.get("rope_theta") is None:
         theta = config.get("rope_theta")
         params["rope_theta"] = 10000.0 if theta is None else theta
@@ -65,6 +65,15 @@ def rope_table(
     if not finite:
         raise NetworkError(f"config.json: rope parameters {params!r} give no finite frequencies")
     return RopeTable(name, tuple(inv_freq), scaling, interleaved)
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_scaling`` and ``rope_parameters`` of config.json, together.
+
+    Raises:
+        NetworkError: one is no object.
+    """
+    return _mapping(config, "rope_scaling") | _mapping(config, "rope_parameters")
 
 
 def _rotary_dim(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -31,8 +32,20 @@ int64_t tile_bytes(int64_t in_features) {
   return (blocks + kGroupBlocks - 1) / kGroupBlocks * kGroupBytes;
 }
 
+// The low 4 nibbles of both halves, a byte each.
+uint64_t spread(uint64_t nibbles) {
+  nibbles &= 0x0000ffff0000ffff;
+  nibbles = (nibbles | nibbles << 8) & 0x00ff00ff00ff00ff;
+  return (nibbles | nibbles << 4) & 0x0f0f0f0f0f0f0f0f;
+}
+
+[[noreturn]] void refuse_scale(const std::string& name, int64_t row, int64_t block, int scale) {
+  throw std::invalid_argument(name + ": block scale " + shape_text(row, block) +
+                              " is negative or NaN (e4m3 bits " + std::to_string(scale) + ")");
+}
+
 // Rows that one thread should prepare before another is worth waking.
-int64_t grain(int64_t k) { return std::max<int64_t>(8192 / std::max<int64_t>(k, 1), 1); }
+int64_t grain(int64_t k) { return std::max<int64_t>(2048 / std::max<int64_t>(k, 1), 1); }
 
 }  // namespace
 
@@ -54,62 +67,72 @@ void pack(std::span<const uint8_t> codes, std::span<const uint8_t> block_scales,
   check_size("packed weight", packed.size(), packed_size(out_features, in_features));
   check_size("codes", codes.size(), out_features * in_features / 2);
   check_size("block scales", block_scales.size(), out_features * in_features / kBlock);
-  std::fill(packed.begin(), packed.end(), uint8_t{0});
   const int64_t blocks = in_features / kBlock;
-  for (int64_t o = 0; o < out_features; ++o) {
-    uint8_t* tile = packed.data() + o / kTileColumns * tile_bytes(in_features);
-    const int64_t column = o % kTileColumns;
+  for (int64_t o = 0; o < out_features; o += kTileColumns) {
+    uint8_t* const tile = packed.data() + o / kTileColumns * tile_bytes(in_features);
+    const int64_t columns = std::min<int64_t>(kTileColumns, out_features - o);
+    const bool padded = columns < kTileColumns || blocks % kGroupBlocks != 0;
+    if (padded) std::fill_n(tile, tile_bytes(in_features), uint8_t{0});
+    const uint8_t* const scales = block_scales.data() + o * blocks;
+    const uint8_t* const rows = codes.data() + o * blocks * kBlock / 2;
     for (int64_t b = 0; b < blocks; ++b) {
-      const uint8_t scale = block_scales[o * blocks + b];
-      if (scale > 0x80 || scale == 0x7f) {
-        throw std::invalid_argument(name + ": block scale " + shape_text(o, b) +
-                                    " is negative or NaN (e4m3 bits " + std::to_string(scale) +
-                                    ")");
-      }
-      tile[scales_offset(b) + column] = scale & 0x7f;
-      const uint8_t* from = codes.data() + (o * blocks + b) * kBlock / 2;
-      uint8_t* to = tile + codes_offset(b) + column * 4;
-      for (int64_t i = 0; i < kBlock; ++i) {
-        const int code = from[i / 2] >> (i % 2 * 4) & 15;
-        to[i / 8 * 64 + i % 4] |= static_cast<uint8_t>(i % 8 < 4 ? code : code << 4);
+      uint8_t* const to = tile + codes_offset(b);
+      uint8_t* const to_scales = tile + scales_offset(b);
+      for (int64_t c = 0; c < columns; ++c) {
+        const uint8_t scale = scales[c * blocks + b];
+        if (scale > 0x80 || scale == 0x7f) refuse_scale(name, o + c, b, scale);
+        to_scales[c] = scale & 0x7f;
+        uint64_t block;
+        std::memcpy(&block, rows + (c * blocks + b) * kBlock / 2, sizeof block);
+        const uint64_t lines = spread(block) | spread(block >> 16) << 4;
+        std::memcpy(to + c * 4, &lines, 4);
+        std::memcpy(to + 64 + c * 4, reinterpret_cast<const uint8_t*>(&lines) + 4, 4);
       }
     }
   }
 }
 
-void Input::reset(int64_t rows, int64_t k, int64_t block_bytes) {
+void Input::prepare(int64_t rows, int64_t k, std::optional<float> input_scale) {
+  if (input_scale && (!std::isfinite(*input_scale) || *input_scale <= 0)) {
+    throw std::invalid_argument("input_scale = " + std::to_string(*input_scale) +
+                                ": it must be finite and > 0");
+  }
   check_multiple("NVFP4 linear's input " + shape_text(rows, k), k);
-  buffer_.resize(rows, k / kBlock * block_bytes);
+  const size_t block_bytes = input_scale ? sizeof(QuantizedBlock) : sizeof(Bf16Block);
+  buffer_.resize(rows, k / kBlock * static_cast<int64_t>(block_bytes));
   in_features_ = k;
+  input_scale_ = input_scale;
+}
+
+void Input::set_rows(const float* x, int64_t x_stride, int64_t begin, int64_t end, Isa isa) {
+  const Kernels& use = kernels(isa);
+  for (int64_t r = begin; r < end; ++r) {
+    const float* const from = x + r * x_stride;
+    uint8_t* const to = buffer_.row(r);
+    if (input_scale_) {
+      use.quantize_row(from, in_features_, *input_scale_, reinterpret_cast<QuantizedBlock*>(to));
+    } else {
+      use.round_row(from, in_features_, reinterpret_cast<Bf16Block*>(to));
+    }
+  }
+}
+
+void Input::set_all(const float* x, int64_t x_stride, Parallel& parallel, Isa isa) {
+  parallel.parallel_for(rows(), grain(in_features_), [&](int64_t begin, int64_t end) {
+    set_rows(x, x_stride, begin, end, isa);
+  });
 }
 
 void Input::quantize(const float* x, int64_t rows, int64_t k, int64_t x_stride, float input_scale,
                      Parallel& parallel, Isa isa) {
-  if (!std::isfinite(input_scale) || input_scale <= 0) {
-    throw std::invalid_argument("input_scale = " + std::to_string(input_scale) +
-                                ": it must be finite and > 0");
-  }
-  reset(rows, k, sizeof(QuantizedBlock));
-  input_scale_ = input_scale;
-  const auto quantize_row = kernels(isa).quantize_row;
-  parallel.parallel_for(rows, grain(k), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      quantize_row(x + r * x_stride, k, input_scale,
-                   reinterpret_cast<QuantizedBlock*>(buffer_.row(r)));
-    }
-  });
+  prepare(rows, k, input_scale);
+  set_all(x, x_stride, parallel, isa);
 }
 
 void Input::round_to_bf16(const float* x, int64_t rows, int64_t k, int64_t x_stride,
                           Parallel& parallel, Isa isa) {
-  reset(rows, k, sizeof(Bf16Block));
-  input_scale_.reset();
-  const auto round_row = kernels(isa).round_row;
-  parallel.parallel_for(rows, grain(k), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      round_row(x + r * x_stride, k, reinterpret_cast<Bf16Block*>(buffer_.row(r)));
-    }
-  });
+  prepare(rows, k, {});
+  set_all(x, x_stride, parallel, isa);
 }
 
 void Input::quantized_row(int64_t row, int8_t* values, float* block_scales) const {

@@ -11,6 +11,7 @@
 #include "runtime/cpp/kv_pages.hpp"
 #include "runtime/cpp/request.hpp"
 #include "runtime/cpp/sampler.hpp"
+#include "runtime/cpp/snapshot_plan.hpp"
 
 namespace trtree {
 
@@ -31,6 +32,7 @@ struct ActiveRequest {
   int32_t committed_length = 0;
   int32_t slot = -1;  // of the engine; -1: waiting
   KvPages::Lease lease;
+  SnapshotPlan snapshots;
   TokenCounts counts;  // of tokens, where penalties look at them
   RequestStatistics statistics;
   std::vector<TokenLogProbs> prompt_log_probs;  // until the first response

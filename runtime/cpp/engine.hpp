@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -29,8 +30,10 @@ struct Capabilities {
   int32_t vocab_size = 0;
   // Whether sibling branches leave each other's recurrent state alone.
   TreeState tree_state = TreeState::kExact;
-  // Slots hold state beside KV that only running the tokens makes: no prefix to reuse.
+  // Slots hold state beside KV that only running the tokens makes: a prefix can be reused
+  // where a snapshot of that state was taken, in one of so many places. 0: nowhere.
   bool recurrent_state = false;
+  int32_t state_snapshots = 0;
 };
 
 // Results for RowBatch::output_rows, in that order.
@@ -39,15 +42,24 @@ struct StepResult {
   std::vector<float> logits;    // [outputs with needs_logits, vocab_size]
 };
 
+// Copy the state that a request keeps beside KV, as it is with the first `rows` of a
+// commit's rows, to a snapshot.
+struct StateSave {
+  int32_t rows = 0;
+  int32_t snapshot = 0;  // below Capabilities::state_snapshots
+};
+
 // Accept `rows` (of the request's segment in the last step, strictly increasing,
 // each the child of the one before): their KV and recurrent state become the
 // committed prefix; everything else of the step is dropped. `sequence` is as it
 // was in that step. With `extend_drafter`, the drafter's context grows by the
-// same rows, from the hidden states captured in that step.
+// same rows, from the hidden states captured in that step. `saves`, of increasing rows:
+// commit passes those states on its way, so that no step has to end where one is wanted.
 struct Commit {
   Sequence sequence;
   std::vector<int32_t> rows;
   bool extend_drafter = true;
+  std::vector<StateSave> saves = {};
 };
 
 // One block-diffusion pass: [bonus token, mask, mask, ...] after the committed prefix.
@@ -71,6 +83,11 @@ class Engine {
   virtual StepResult step(const RowBatch& batch) = 0;
   virtual void commit(const std::vector<Commit>& commits) = 0;
   virtual DraftResult draft(const std::vector<DraftRequest>& requests, int32_t top_k) = 0;
+  // Give a slot the state of a snapshot: its next step continues tokens that it did not run.
+  // Engines without snapshots throw std::invalid_argument.
+  virtual void load_state(int32_t /*snapshot*/, int32_t /*slot*/) {
+    throw std::invalid_argument("this engine keeps no snapshots of recurrent state");
+  }
 };
 
 }  // namespace trtree

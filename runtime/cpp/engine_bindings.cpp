@@ -17,12 +17,15 @@ namespace {
 
 class PyEngine : public Engine {
  public:
-  NB_TRAMPOLINE(Engine, 4);
+  NB_TRAMPOLINE(Engine, 5);
   Capabilities capabilities() const override { NB_OVERRIDE_PURE(capabilities); }
   StepResult step(const RowBatch& batch) override { NB_OVERRIDE_PURE(step, batch); }
   void commit(const std::vector<Commit>& commits) override { NB_OVERRIDE_PURE(commit, commits); }
   DraftResult draft(const std::vector<DraftRequest>& requests, int32_t top_k) override {
     NB_OVERRIDE_PURE(draft, requests, top_k);
+  }
+  void load_state(int32_t snapshot, int32_t slot) override {
+    NB_OVERRIDE(load_state, snapshot, slot);
   }
 };
 
@@ -69,7 +72,8 @@ void bind_engine(nb::module_& m) {
       .def_rw("max_top_k", &Capabilities::max_top_k)
       .def_rw("vocab_size", &Capabilities::vocab_size)
       .def_rw("tree_state", &Capabilities::tree_state)
-      .def_rw("recurrent_state", &Capabilities::recurrent_state);
+      .def_rw("recurrent_state", &Capabilities::recurrent_state)
+      .def_rw("state_snapshots", &Capabilities::state_snapshots);
 
   nb::class_<Sequence> sequence(m, "Sequence", "Where one request lives in an engine.");
   sequence
@@ -124,15 +128,27 @@ void bind_engine(nb::module_& m) {
   def_view(step_result, "argmax", &StepResult::argmax);
   def_view(step_result, "logits", &StepResult::logits);
 
+  nb::class_<StateSave>(m, "StateSave", "A state to keep, after so many of a commit's rows.")
+      .def(
+          "__init__",
+          [](StateSave* self, int32_t rows, int32_t snapshot) {
+            new (self) StateSave{rows, snapshot};
+          },
+          "rows"_a, "snapshot"_a)
+      .def_ro("rows", &StateSave::rows)
+      .def_ro("snapshot", &StateSave::snapshot);
+
   nb::class_<Commit> commit(m, "Commit", "Rows of the last step that become the committed prefix.");
   commit
       .def(
           "__init__",
-          [](Commit* self, Sequence at, std::vector<int32_t> rows, bool extend_drafter) {
-            new (self) Commit{std::move(at), std::move(rows), extend_drafter};
+          [](Commit* self, Sequence at, std::vector<int32_t> rows, bool extend_drafter,
+             std::vector<StateSave> saves) {
+            new (self) Commit{std::move(at), std::move(rows), extend_drafter, std::move(saves)};
           },
-          "sequence"_a, "rows"_a, "extend_drafter"_a = true)
+          "sequence"_a, "rows"_a, "extend_drafter"_a = true, "saves"_a = std::vector<StateSave>{})
       .def_ro("sequence", &Commit::sequence)
+      .def_ro("saves", &Commit::saves)
       .def_ro("extend_drafter", &Commit::extend_drafter);
   def_view(commit, "rows", &Commit::rows);
 
@@ -189,13 +205,19 @@ void bind_engine(nb::module_& m) {
         "Raise ValueError unless the drafter pass is within the capabilities.");
   m.def("check_commits", &check_commits, "commits"_a, "batch"_a,
         "Raise ValueError unless every commit is a path of its request in the step.");
+  m.def("check_saves", &check_saves, "commits"_a, "capabilities"_a,
+        "Raise ValueError unless the states to save are of committed rows, each in a snapshot of "
+        "its own.");
+  m.def("check_load", &check_load, "snapshot"_a, "slot"_a, "capabilities"_a,
+        "Raise ValueError unless the engine has that snapshot and that slot.");
 
   nb::class_<Engine, PyEngine>(m, "Engine", "Runs the network; see runtime/cpp/engine.hpp.")
       .def(nb::init<>())
       .def("capabilities", &Engine::capabilities)
       .def("step", &Engine::step, "batch"_a)
       .def("commit", &Engine::commit, "commits"_a)
-      .def("draft", &Engine::draft, "requests"_a, "top_k"_a);
+      .def("draft", &Engine::draft, "requests"_a, "top_k"_a)
+      .def("load_state", &Engine::load_state, "snapshot"_a, "slot"_a);
 }
 
 }  // namespace trtree

@@ -24,12 +24,15 @@ void check_token(int32_t token, const Capabilities& capabilities) {
   }
 }
 
+void check_slot(const std::string& whose, int32_t slot, const Capabilities& capabilities) {
+  if (slot < 0 || slot >= capabilities.max_batch_size) {
+    refuse(whose + "slot " + to_string(slot) + " of " + to_string(capabilities.max_batch_size));
+  }
+}
+
 // Slots that are not in the request's own pages would be somebody else's.
 void check_sequence(const Sequence& sequence, int64_t num_rows, const Capabilities& capabilities) {
-  if (sequence.slot < 0 || sequence.slot >= capabilities.max_batch_size) {
-    refuse(request_name(sequence) + "slot " + to_string(sequence.slot) + " of " +
-           to_string(capabilities.max_batch_size));
-  }
+  check_slot(request_name(sequence), sequence.slot, capabilities);
   if (sequence.committed_length < 0) {
     refuse(request_name(sequence) + "committed length " + to_string(sequence.committed_length));
   }
@@ -88,6 +91,12 @@ void check_path(const Commit& commit, const Segment& segment, const RowBatch& ba
   }
 }
 
+void check_snapshot(int32_t snapshot, const Capabilities& capabilities) {
+  if (snapshot < 0 || snapshot >= capabilities.state_snapshots) {
+    refuse("snapshot " + to_string(snapshot) + " of " + to_string(capabilities.state_snapshots));
+  }
+}
+
 }  // namespace
 
 void check_batch(const RowBatch& batch, const Capabilities& capabilities) {
@@ -135,6 +144,32 @@ void check_commits(const std::vector<Commit>& commits, const RowBatch& batch) {
     }
     check_path(commit, *segment, batch);
   }
+}
+
+void check_saves(const std::vector<Commit>& commits, const Capabilities& capabilities) {
+  std::set<int32_t> snapshots;
+  for (const Commit& commit : commits) {
+    const auto rows = static_cast<int32_t>(commit.rows.size());
+    int32_t before = 0;
+    for (const StateSave& save : commit.saves) {
+      if (save.rows <= before || save.rows > rows) {
+        refuse(request_name(commit.sequence) + "a state saved after " + to_string(save.rows) +
+               " of " + to_string(rows) + " committed rows, the one before it after " +
+               to_string(before));
+      }
+      before = save.rows;
+      check_snapshot(save.snapshot, capabilities);
+      if (!snapshots.insert(save.snapshot).second) {
+        refuse(request_name(commit.sequence) + "snapshot " + to_string(save.snapshot) +
+               " is saved twice");
+      }
+    }
+  }
+}
+
+void check_load(int32_t snapshot, int32_t slot, const Capabilities& capabilities) {
+  check_snapshot(snapshot, capabilities);
+  check_slot("", slot, capabilities);
 }
 
 }  // namespace trtree

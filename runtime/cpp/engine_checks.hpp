@@ -21,4 +21,8 @@ void check_draft_requests(const std::vector<DraftRequest>& requests, int32_t top
 // the one of that step, and no request is committed twice.
 void check_commits(const std::vector<Commit>& commits, const RowBatch& batch);
 
+// The states that commits save: rows that are committed, and each snapshot once.
+void check_saves(const std::vector<Commit>& commits, const Capabilities& capabilities);
+void check_load(int32_t snapshot, int32_t slot, const Capabilities& capabilities);
+
 }  // namespace trtree

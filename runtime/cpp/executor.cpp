@@ -43,19 +43,29 @@ Executor::Executor(Engine& engine, ExecutorConfig config)
     : engine_(engine),
       capabilities_((check_capabilities(engine.capabilities()), engine.capabilities())),
       config_(std::move(config)),
-      pages_(
-          paged() ? capabilities_.num_pages : 0, paged() ? capabilities_.page_size : 1,
-          paged() && config_.kv_cache_config.enable_block_reuse && !capabilities_.recurrent_state) {
+      pages_(paged() ? capabilities_.num_pages : 0, paged() ? capabilities_.page_size : 1,
+             reuses_prefixes(),
+             capabilities_.recurrent_state ? std::optional(capabilities_.state_snapshots)
+                                           : std::nullopt) {
+  if (config_.kv_cache_config.snapshot_interval < 1) {
+    throw std::invalid_argument("snapshot_interval must be at least 1, not " +
+                                std::to_string(config_.kv_cache_config.snapshot_interval));
+  }
   if (config_.cost_model) adaptive_.emplace(*config_.cost_model);
   free_slots_.resize(capabilities_.max_batch_size);
   std::iota(free_slots_.rbegin(), free_slots_.rend(), 0);
   statistics_.total_pages = pages_.num_free();
-  statistics_.prefix_cache =
-      paged() && config_.kv_cache_config.enable_block_reuse && !capabilities_.recurrent_state;
+  statistics_.total_snapshots = pages_.num_snapshots();
+  statistics_.prefix_cache = reuses_prefixes();
   publish_statistics();
 }
 
 Executor::~Executor() = default;
+
+bool Executor::reuses_prefixes() const {
+  return paged() && config_.kv_cache_config.enable_block_reuse &&
+         (!capabilities_.recurrent_state || capabilities_.state_snapshots > 0);
+}
 
 int64_t Executor::enqueue_request(Request request) {
   check_request(request, capabilities_, config_);
@@ -186,6 +196,7 @@ void Executor::publish_statistics() {
   statistics_.queued_requests = static_cast<int32_t>(queue_.size());
   statistics_.free_pages = pages_.num_free();
   statistics_.cached_pages = pages_.num_cached();
+  statistics_.cached_snapshots = pages_.num_kept_snapshots();
   const std::lock_guard lock(mailbox_);
   published_ = statistics_;
 }
@@ -218,9 +229,12 @@ bool Executor::admit(ActiveRequest& request) {
   const int32_t pages = pages_for(request.request, admission_tokens(request));
   const bool keeps_drafter = admit_to_draft(request);
   // At least one row has to run; a prompt whose log-probs are wanted has to run whole.
+  KvPages::Prefix prefix;
   if (request.request.output.prompt_log_probs < 0) {
     const auto reusable = std::span(request.tokens).first(request.num_tokens() - 1);
-    request.committed_length = pages_.acquire_prefix(request.lease, reusable, keeps_drafter);
+    prefix = pages_.acquire_prefix(request.lease, reusable, keeps_drafter);
+    request.committed_length = prefix.length;
+    request.snapshots = {prefix.paged, prefix.length, prefix.length};
   }
   const int32_t missing = pages - static_cast<int32_t>(request.lease.pages.size());
   if (missing > pages_.num_available() || (no_evict() && !pages_.grow(request.lease, pages))) {
@@ -228,6 +242,11 @@ bool Executor::admit(ActiveRequest& request) {
     request.committed_length = 0;
     return false;
   }
+  request.keeps_drafter = keeps_drafter;
+  request.drafter_length = 0;
+  request.slot = free_slots_.back();
+  free_slots_.pop_back();
+  if (prefix.snapshot >= 0) load_state(request, prefix.snapshot);
   if (!std::exchange(request.admitted, true)) {
     request.statistics.queue_seconds =
         std::chrono::duration<double>(ActiveRequest::Clock::now() - request.arrived).count();
@@ -237,11 +256,18 @@ bool Executor::admit(ActiveRequest& request) {
   }
   request.statistics.inexact_tree_state = request.request.speculative.mode == DecodingMode::kTree &&
                                           capabilities_.tree_state == TreeState::kInexact;
-  request.keeps_drafter = keeps_drafter;
-  request.drafter_length = 0;
-  request.slot = free_slots_.back();
-  free_slots_.pop_back();
   return true;
+}
+
+// Its slot continues the prefix. Where that fails it waits on, and begins anew.
+void Executor::load_state(ActiveRequest& request, int32_t snapshot) {
+  try {
+    engine_.load_state(snapshot, request.slot);
+  } catch (...) {
+    leave(request);
+    throw;
+  }
+  ++statistics_.snapshots_loaded;
 }
 
 // Who runs this round: those that found no room in the last ones, then decoding requests,
@@ -322,6 +348,7 @@ void Executor::preempt(ActiveRequest& request) {
 // Give back what a request holds.
 void Executor::leave(ActiveRequest& request) {
   pages_.release(request.lease);
+  request.snapshots = {};
   request.committed_length = 0;
   if (request.slot >= 0) free_slots_.push_back(request.slot);
   request.slot = -1;

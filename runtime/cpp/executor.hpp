@@ -27,6 +27,9 @@ struct KvCacheConfig {
   // Keep pages of finished requests, and let later ones begin with the same tokens on them.
   // Only for engines with paged KV.
   bool enable_block_reuse = true;
+  // Where requests have recurrent state, which pages do not hold: tokens between snapshots of
+  // it. Fewer, and less of a prefix is run again; each is a copy of the state.
+  int32_t snapshot_interval = 32;
 };
 
 enum class CapacitySchedulerPolicy {
@@ -58,9 +61,14 @@ struct ExecutorStatistics {
   int32_t active_requests = 0;  // now
   int32_t queued_requests = 0;  // now
   int32_t total_pages = 0;
-  bool prefix_cache = false;  // asked for, and possible: not where state is recurrent
-  int32_t free_pages = 0;     // now; hold nothing
-  int32_t cached_pages = 0;   // now; only the prefix cache's, given up when needed
+  // Asked for, and possible: where state is recurrent, of engines that keep snapshots of it.
+  bool prefix_cache = false;
+  int32_t free_pages = 0;        // now; hold nothing
+  int32_t cached_pages = 0;      // now; only the prefix cache's, given up when needed
+  int32_t total_snapshots = 0;   // places for snapshots of recurrent state
+  int32_t cached_snapshots = 0;  // now; beside cached pages
+  int64_t snapshots_saved = 0;
+  int64_t snapshots_loaded = 0;
   int64_t finished_requests = 0;
   int64_t cancelled_requests = 0;
   int64_t preemptions = 0;
@@ -125,6 +133,7 @@ class Executor {
   Response cancel(int64_t request_id);
   void publish_statistics();
   bool paged() const { return capabilities_.kv_layout == KvLayout::kPaged; }
+  bool reuses_prefixes() const;
   bool no_evict() const {
     return config_.scheduler_config.capacity_scheduler_policy ==
            CapacitySchedulerPolicy::kGuaranteedNoEvict;
@@ -133,6 +142,7 @@ class Executor {
   int32_t admission_tokens(const ActiveRequest& request) const;
   void admit();
   bool admit(ActiveRequest& request);
+  void load_state(ActiveRequest& request, int32_t snapshot);
   std::vector<ActiveRequest*> schedule();
   bool make_room(ActiveRequest& request, std::vector<ActiveRequest*>& scheduled);
   void preempt(ActiveRequest& request);
@@ -160,6 +170,8 @@ class Executor {
   std::vector<Response> run_round(const std::vector<ActiveRequest*>& scheduled);
   std::vector<Response> settle(const std::vector<ActiveRequest*>& scheduled, const RowBatch& batch,
                                const StepResult& result, const RoundTimes& times);
+  void take_snapshots(ActiveRequest& request, Commit& commit);
+  void keep_snapshots(ActiveRequest& request, const Commit& commit);
   void keep(std::vector<RoundRecord> records, const RoundTimes& times);
   void draft(const std::vector<ActiveRequest*>& scheduled);
   bool adaptive_drafts(const std::vector<ActiveRequest*>& scheduled) const;

@@ -20,14 +20,16 @@ namespace {
 void bind_config(nb::module_& m) {
   nb::class_<KvCacheConfig>(m, "KvCacheConfig",
                             "enable_block_reuse: keep pages of finished requests for later ones "
-                            "that begin with the same tokens (paged KV only).")
+                            "that begin with the same tokens (paged KV only). snapshot_interval: "
+                            "tokens between snapshots of recurrent state.")
       .def(
           "__init__",
-          [](KvCacheConfig* self, bool enable_block_reuse) {
-            new (self) KvCacheConfig{enable_block_reuse};
+          [](KvCacheConfig* self, bool enable_block_reuse, int32_t snapshot_interval) {
+            new (self) KvCacheConfig{enable_block_reuse, snapshot_interval};
           },
-          "enable_block_reuse"_a = true)
-      .def_rw("enable_block_reuse", &KvCacheConfig::enable_block_reuse);
+          "enable_block_reuse"_a = true, "snapshot_interval"_a = KvCacheConfig{}.snapshot_interval)
+      .def_rw("enable_block_reuse", &KvCacheConfig::enable_block_reuse)
+      .def_rw("snapshot_interval", &KvCacheConfig::snapshot_interval);
 
   nb::enum_<CapacitySchedulerPolicy>(m, "CapacitySchedulerPolicy")
       .value("MAX_UTILIZATION", CapacitySchedulerPolicy::kMaxUtilization)
@@ -102,6 +104,10 @@ void bind_statistics(nb::module_& m) {
       .def_ro("prefix_cache", &S::prefix_cache)
       .def_ro("free_pages", &S::free_pages)
       .def_ro("cached_pages", &S::cached_pages)
+      .def_ro("total_snapshots", &S::total_snapshots)
+      .def_ro("cached_snapshots", &S::cached_snapshots)
+      .def_ro("snapshots_saved", &S::snapshots_saved)
+      .def_ro("snapshots_loaded", &S::snapshots_loaded)
       .def_ro("finished_requests", &S::finished_requests)
       .def_ro("cancelled_requests", &S::cancelled_requests)
       .def_ro("preemptions", &S::preemptions)

@@ -102,6 +102,7 @@ std::vector<Response> Executor::run_round(const std::vector<ActiveRequest*>& sch
     // Nobody has been told of the round's tokens, and what a commit that failed has left of
     // the KV is not known: they are decoded again, from what was committed before.
     statistics_ = statistics;
+    pages_.drop_taken_snapshots();
     for (size_t i = 0; i < scheduled.size(); ++i) {
       before[i].restore(*scheduled[i]);
       preempt(*scheduled[i]);
@@ -136,6 +137,7 @@ std::vector<Response> Executor::settle(const std::vector<ActiveRequest*>& schedu
 
     Commit commit{segment.sequence, {}, request.keeps_drafter};
     Response response = accept(request, own, commit.rows);
+    take_snapshots(request, commit);
     if (config_.record_rounds) records.push_back(record_of(request, batch, i, commit, response));
     commits.push_back(std::move(commit));
     responses.push_back(std::move(response));
@@ -147,12 +149,36 @@ std::vector<Response> Executor::settle(const std::vector<ActiveRequest*>& schedu
     request.committed_length += rows;
     if (request.keeps_drafter) statistics_.extended_tokens += rows;
     pages_.publish(request.lease, request.committed(), request.keeps_drafter);
+    keep_snapshots(request, commits[i]);
     if (responses[i].token_ids.empty()) continue;
     responses[i].prompt_log_probs = std::exchange(request.prompt_log_probs, {});
   }
   std::erase_if(responses, [](const Response& response) { return response.token_ids.empty(); });
   keep(std::move(records), times);
   return responses;
+}
+
+// Have the commit save the states it passes that are worth a snapshot.
+void Executor::take_snapshots(ActiveRequest& request, Commit& commit) {
+  if (pages_.num_snapshots() == 0) return;
+  const int32_t begin = request.committed_length;
+  const int32_t end = begin + static_cast<int32_t>(commit.rows.size());
+  for (const auto [at, moves] :
+       request.snapshots.next(begin, end, request.num_prompt(), capabilities_.page_size,
+                              config_.kv_cache_config.snapshot_interval)) {
+    const int32_t snapshot =
+        pages_.take_snapshot(request.lease, std::span(request.tokens).first(at), moves);
+    if (snapshot >= 0) commit.saves.push_back({at - begin, snapshot});
+  }
+}
+
+// They have been written.
+void Executor::keep_snapshots(ActiveRequest& request, const Commit& commit) {
+  for (const StateSave& save : commit.saves) {
+    const int32_t tokens = commit.sequence.committed_length + save.rows;
+    pages_.keep_snapshot(request.lease, tokens / capabilities_.page_size, save.snapshot);
+    ++statistics_.snapshots_saved;
+  }
 }
 
 // Records of a round that ends now, for take_rounds().

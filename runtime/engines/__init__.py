@@ -21,9 +21,11 @@ def load_engine(engine: EngineDir, *, num_threads: int | None = None) -> _core.E
         EngineDirError: the backend is unknown.
     """
     backend = engine.manifest["backend"]
-    if engine.manifest["build_config"]["request_state_bytes"]:
+    build = engine.manifest["build_config"]
+    if build["request_state_bytes"] and not build.get("state_snapshots", 0):
         log.info(
-            "%s: requests have recurrent state, which no page holds: the prefix cache is off",
+            "%s: requests have recurrent state, and the engine keeps no snapshots of it: the "
+            "prefix cache is off",
             engine.path,
         )
     if backend == "cpu":

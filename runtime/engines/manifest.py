@@ -18,6 +18,7 @@ def capabilities_of(engine: EngineDir) -> _core.Capabilities:
     c.max_num_rows = build["max_num_rows"]
     c.max_seq_len = build["max_seq_len"]
     c.recurrent_state = build["request_state_bytes"] > 0
+    c.state_snapshots = build.get("state_snapshots", 0)
     c.vocab_size = engine.manifest["pretrained_config"]["vocab_size"]
     c.verify_width = speculative["max_verify_width"] if speculative else 1
     c.block_size = speculative["block_size"] if speculative else 0

@@ -15,8 +15,9 @@ from trtree.build.engine_dir import EngineDir
 from trtree.build.lowering.reference import TORCH_DTYPES, ReferenceNetwork, StepContext
 from trtree.build.lowering.reference_weights import SUFFIX, load_networks
 from trtree.build.network.network import Owner, State
-from trtree.plugins import branch_state
+from trtree.plugins import branch_state, latent_cache
 from trtree.plugins.branch_state import StateSegment
+from trtree.plugins.latent_cache import LatentCache
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 from trtree.runtime.engines.manifest import capabilities_of
@@ -55,7 +56,14 @@ class ReferenceEngine(_core.Engine):
             for state in loaded.network.states.values()
         }
         self._caches = {s.name: self._cache(s) for s in states.values() if s.kind == "kv"}
-        self._committed = {s.name: self._slots(s) for s in states.values() if s.kind != "kv"}
+        self._latents = {s.name: self._latent(s) for s in states.values() if s.kind == "latent"}
+        slots, snapshots = (
+            self._capabilities.max_batch_size,
+            self._capabilities.state_snapshots,
+        )
+        branching = [s for s in states.values() if not s.paged]
+        self._committed = {s.name: _states(slots, s) for s in branching}
+        self._saved = {s.name: _states(snapshots, s) for s in branching}
         speculative = engine.manifest["speculative_config"]
         self._mask_token = speculative["mask_token_id"] if speculative else 0
         self._last_step: _Step | None = None
@@ -91,6 +99,7 @@ class ReferenceEngine(_core.Engine):
                 self._committed,
                 list(branches.values()),
                 row_states,
+                self._latents,
             ),
         )
         captured = outputs.get("captured")
@@ -108,16 +117,25 @@ class ReferenceEngine(_core.Engine):
         if step is None:
             raise ValueError("commit without a step before it")
         _core.check_commits(commits, step.batch)
+        _core.check_saves(commits, self._capabilities)
         self._last_step = None
         accepted = {c.sequence.request_id: torch.tensor(c.rows, dtype=torch.int64) for c in commits}
         for request_id, rows in accepted.items():
             for name in self._networks["target"].network.states:
                 if name in self._caches:
                     attention.commit(self._caches[name], step.segments[request_id], rows)
+                elif name in self._latents:
+                    latent_cache.commit(self._latents[name], step.segments[request_id], rows)
             for name, states in step.row_states.items():
                 branch_state.commit(
                     self._committed[name], states, step.branches[request_id], rows.tolist()
                 )
+        for commit in commits:
+            first = step.segments[commit.sequence.request_id].first_row
+            for save in commit.saves:
+                row = first + int(commit.rows[save.rows - 1])
+                for name, states in step.row_states.items():
+                    self._saved[name][save.snapshot] = states[row]
         self._extend_drafter(
             step,
             {
@@ -159,6 +177,12 @@ class ReferenceEngine(_core.Engine):
             outputs["token_ids"].reshape(shape)[..., :top_k].contiguous().numpy(),
         )
 
+    def load_state(self, snapshot: int, slot: int) -> None:
+        """Give a slot the state of a snapshot."""
+        _core.check_load(snapshot, slot, self._capabilities)
+        for name, committed in self._committed.items():
+            committed[slot] = self._saved[name][snapshot]
+
     def _extend_drafter(self, step: _Step, accepted: Mapping[int, torch.Tensor]) -> None:
         if not accepted or step.captured is None:
             return
@@ -191,9 +215,13 @@ class ReferenceEngine(_core.Engine):
         dtype = TORCH_DTYPES[state.dtype]
         return PagedKv(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
 
-    def _slots(self, state: State) -> torch.Tensor:
-        shape = (self._capabilities.max_batch_size, *state.shape)
-        return torch.zeros(shape, dtype=TORCH_DTYPES[state.dtype])
+    def _latent(self, state: State) -> LatentCache:
+        shape = (self._capabilities.num_pages, self._capabilities.page_size, state.head_dim)
+        return LatentCache(torch.zeros(shape, dtype=TORCH_DTYPES[state.dtype]))
+
+
+def _states(count: int, state: State) -> torch.Tensor:
+    return torch.zeros((count, *state.shape), dtype=TORCH_DTYPES[state.dtype])
 
 
 def _segment(segment: _core.Segment) -> AttentionSegment:

@@ -3,7 +3,8 @@
 TensorRT has no ragged batch and no pages: a step becomes prefill runs of one request each
 and one padded ``[B, W]`` verify run; a request's KV lies in the cache slot the executor
 gave it. Slots inside a run's range that are not part of it are padded: whatever is written
-for them lands behind their committed prefix, where their next rows go.
+for them lands behind their committed prefix, where their next rows go. State that branches
+(tensorrt_states.py) lies in the same slots and is only read by a run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from trtree import _core
 from trtree.build.engine_dir import EngineDir
+from trtree.plugins.causal_conv.contract import input_table
 from trtree.runtime.engines.manifest import capabilities_of
 from trtree.runtime.engines.tensorrt_buffers import (
     BoundEngine,
@@ -23,16 +25,19 @@ from trtree.runtime.engines.tensorrt_buffers import (
     Executable,
     allocate_caches,
 )
+from trtree.runtime.engines.tensorrt_states import BranchStates, Kept
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """One segment of the last step, for its commit. captured: [rows, features] or None."""
+    """One segment of the last step, for its commit. captured: [rows, features] or None;
+    kept: what its rows left of state that branches."""
 
     sequence: _core.Sequence
     parents: NDArray[np.int32]
     positions: NDArray[np.int32]
     captured: torch.Tensor | None
+    kept: Kept
 
 
 class TensorRTEngine(_core.Engine):
@@ -60,6 +65,7 @@ class TensorRTEngine(_core.Engine):
         slots = self._capabilities.max_batch_size
         self._kv: dict[str, torch.Tensor] = {}
         self._engines: dict[str, BoundEngine] = {}
+        self._states: BranchStates | None = None
         caches: dict[str, torch.Tensor] = {}
         for file, entry in built["engines"].items():
             if entry["rank"] != rank:
@@ -70,7 +76,13 @@ class TensorRTEngine(_core.Engine):
                 self._kv[owner] = allocate_caches(owner, spec, {"batch": slots}, device)
                 caches |= dict(zip(spec.caches, self._kv[owner], strict=True))
             own = {name: caches[name] for name in spec.caches}
-            self._engines[entry["network"]] = BoundEngine(spec, executables[file], own, device)
+            outputs: dict[str, torch.Tensor] = {}
+            if spec.branches:
+                self._states = BranchStates(spec, slots, device)
+                own, outputs = own | self._states.inputs, self._states.outputs
+            self._engines[entry["network"]] = BoundEngine(
+                spec, executables[file], own, device, outputs
+            )
         speculative = engine.manifest["speculative_config"]
         self._mask_token = speculative["mask_token_id"] if speculative else 0
         self._lengths = np.zeros(slots, dtype=np.int32)  # committed tokens per slot
@@ -85,6 +97,8 @@ class TensorRTEngine(_core.Engine):
         _core.check_batch(batch, self._capabilities)
         for segment in batch.segments:
             self._lengths[segment.sequence.slot] = segment.sequence.committed_length
+            if self._states and segment.sequence.committed_length == 0:
+                self._states.start(segment.sequence.slot)
         self._last_step = {}
         outputs = np.asarray(batch.output_rows)
         argmax = np.zeros(len(outputs), dtype=np.int32)
@@ -103,11 +117,15 @@ class TensorRTEngine(_core.Engine):
 
     @torch.inference_mode()
     def commit(self, commits: Sequence[_core.Commit]) -> None:
-        """Move accepted rows' KV behind the prefix; extend the drafter's context by them."""
+        """Move accepted rows' KV and state behind the prefix; extend the drafter's context by
+        them."""
         accepted = {c.sequence.request_id: self._accepted(c) for c in commits}
         for commit in commits:
             rows = accepted[commit.sequence.request_id]
             self._move(commit.sequence, rows)
+            if self._states:
+                kept = self._last_step[commit.sequence.request_id].kept
+                self._states.commit(commit.sequence.slot, kept, rows)
         extended = [c for c in commits if c.extend_drafter and len(c.rows)]
         if "drafter_context" in self._engines:
             self._extend_drafter([(c.sequence, accepted[c.sequence.request_id]) for c in extended])
@@ -171,7 +189,7 @@ class TensorRTEngine(_core.Engine):
     ) -> list[tuple[int, int, NDArray[np.float32] | None]]:
         """One run; returns per output (its index, the argmax, logits if wanted).
 
-        ``keep``: another run follows, which overwrites captured states.
+        ``keep``: another run follows, which overwrites captured states and what rows leave.
         """
         segments = [batch.segments[index] for index in chosen]
         first, count = _slot_range([segment.sequence for segment in segments])
@@ -181,6 +199,7 @@ class TensorRTEngine(_core.Engine):
         token_ids = np.zeros((count, width), dtype=np.int32)
         positions = np.repeat(lengths[:, None], width, axis=1)
         mask = np.tile(np.eye(width, dtype=bool), (count, 1, 1))  # padding sees itself
+        parents = np.full((count, width), -1, dtype=np.int32)
         bits = _unpacked(batch)
         output_rows = np.zeros((count, width if profile == "verify" else 1), dtype=np.int32)
         wanted = np.asarray(batch.output_rows)
@@ -189,6 +208,7 @@ class TensorRTEngine(_core.Engine):
             token_ids[at, :own] = np.asarray(batch.token_ids)[rows]
             positions[at, :own] = np.asarray(batch.positions)[rows]
             mask[at, :own, :own] = bits[rows, :own]
+            parents[at, :own] = np.asarray(batch.parents)[rows]
             inside = wanted[(wanted >= rows.start) & (wanted < rows.stop)] - rows.start
             output_rows[at, : len(inside)] = inside
         inputs = {
@@ -198,6 +218,9 @@ class TensorRTEngine(_core.Engine):
             "tree_mask": mask,
             "output_rows": output_rows,
         }
+        if self._states:
+            tables = [input_table(row, self._states.kernel) for row in parents]
+            inputs["conv_inputs"] = np.stack(tables)
         sizes = {"batch": count, "rows": width, "outputs": output_rows.shape[1]}
         results = self._run("target", profile, first, sizes, inputs)
         captured = results.get("captured")
@@ -205,11 +228,13 @@ class TensorRTEngine(_core.Engine):
             captured = captured.clone()
         for segment in segments:
             at, rows = segment.sequence.slot - first, _slice(segment)
+            kept = self._states.kept(sizes, at, segment.num_rows) if self._states else {}
             self._last_step[segment.sequence.request_id] = _Rows(
                 segment.sequence,
                 np.asarray(batch.parents)[rows],
                 np.asarray(batch.positions)[rows],
                 None if captured is None else captured[at, : segment.num_rows],
+                {part: x.clone() for part, x in kept.items()} if keep else kept,
             )
         return self._outputs(batch, segments, first, results)
 

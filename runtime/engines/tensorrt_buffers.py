@@ -1,7 +1,7 @@
 """Device memory of one TensorRT engine: its bindings, sized by a manifest, reused by all runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +63,7 @@ class EngineSpec:
     outputs: tuple[Binding, ...]
     profiles: Mapping[str, Mapping[str, int]]  # largest sizes, by profile
     plans: tuple[WorkPlan, ...] = ()
+    branches: Mapping[str, str] = field(default_factory=dict)  # inputs that are state, by kind
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> "EngineSpec":
@@ -71,6 +72,7 @@ class EngineSpec:
             tuple(map(Binding.read, entry["outputs"])),
             {p["name"]: {n: s[2] for n, s in p["sizes"].items()} for p in entry["profiles"]},
             tuple(WorkPlan(**plan) for plan in entry["plans"]),
+            entry.get("branches", {}),  # no engine before these were had any
         )
 
     @property
@@ -78,6 +80,10 @@ class EngineSpec:
         """KV inputs by name."""
         aliased = {binding.alias for binding in self.outputs}
         return {b.name: b for b in self.inputs if b.name in aliased}
+
+    def largest(self, binding: Binding) -> int:
+        """Most numbers that a run has of it."""
+        return max(torch.Size(binding.shape(sizes)).numel() for sizes in self.profiles.values())
 
 
 def allocate_caches(
@@ -105,8 +111,10 @@ class BoundEngine:
     addresses never change, so that a captured CUDA graph stays valid.
 
     Args:
-        caches: the KV memory of every KV input: [slots, heads, S, D], of which a run is bound
-            to a range of slots, or all pages.
+        caches: memory of what requests keep: of every KV input [slots, heads, S, D] and every
+            state that branches [slots, ...], of which a run is bound to a range of slots; or
+            all pages.
+        outputs: flat memory of outputs that somebody else looks after.
     """
 
     def __init__(
@@ -115,15 +123,17 @@ class BoundEngine:
         executable: Executable,
         caches: Mapping[str, torch.Tensor],
         device: torch.device,
+        outputs: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.spec = spec
         self._executable = executable
         self._caches = caches
-        self._memory = {
-            binding.name: torch.zeros(self._largest(binding), dtype=binding.dtype, device=device)
+        own = {
+            binding.name: torch.zeros(spec.largest(binding), dtype=binding.dtype, device=device)
             for binding in (*spec.inputs, *spec.outputs)
-            if binding.name not in caches and binding.alias is None
+            if binding.name not in {*caches, *(outputs or ())} and binding.alias is None
         }
+        self._memory = own | dict(outputs or {})
 
     def run(
         self,
@@ -164,7 +174,3 @@ class BoundEngine:
         shape = binding.shape(sizes)
         count = torch.Size(shape).numel()
         return self._memory[binding.name][:count].view(shape)
-
-    def _largest(self, binding: Binding) -> int:
-        shapes = [binding.shape(sizes) for sizes in self.spec.profiles.values()]
-        return max(torch.Size(shape).numel() for shape in shapes)

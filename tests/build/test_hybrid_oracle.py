@@ -1,27 +1,24 @@
 """The hybrid families against transformers' classes, in float32, and what they refuse."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from engines import ROOT, write_target
+from oracle import check_logits, reference_engine
 from random_hybrid import hybrid_config, random_hybrid, transformers_model
-from steps import prefill
-from trtree import _core
 from trtree.build import builder
 from trtree.build.builder import manifest_of
 from trtree.build.checkpoint import CheckpointError
 from trtree.build.models import family_of
 from trtree.build.network.network import NetworkError
-from trtree.build.options import BuildOptions, OptionError
+from trtree.build.options import BuildOptions
 from trtree.build.plan import memory_plan
-from trtree.runtime.engines import open_engine
 
-TOLERANCE = 1e-4
 NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 CASES = {
     "next": hybrid_config(NEXT),
@@ -40,26 +37,8 @@ CASES = {
 def test_target_against_transformers(tmp_path: Path, case: str) -> None:
     config = CASES[case]
     tensors = random_hybrid(config, dtype=torch.float32)
-    checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
-    options = BuildOptions(
-        checkpoint=checkpoint, output=tmp_path / "engine", backend="reference", page_size=4
-    )
-    _, engine = open_engine(builder.write(builder.describe(options)))
-    token_ids = torch.randint(0, 80, (48,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        model = transformers_model(config, tensors)
-        expected = model(token_ids[None]).logits[0].numpy()
-
-    assert expected.std() > 0.1  # the network says something
-    pages = list(range(12))
-    first = prefill(engine, _core.Sequence(1, 3, 0, pages), token_ids[:40].tolist())
-    np.testing.assert_allclose(first, expected[:40], rtol=0, atol=TOLERANCE)
-    chunk = prefill(engine, _core.Sequence(1, 3, 40, pages), token_ids[40:44].tolist())
-    np.testing.assert_allclose(chunk, expected[40:44], rtol=0, atol=TOLERANCE)
-    for position in range(44, 48):  # and one token at a time
-        at = _core.Sequence(1, 3, position, pages)
-        logits = prefill(engine, at, [int(token_ids[position])])
-        np.testing.assert_allclose(logits[0], expected[position], rtol=0, atol=TOLERANCE)
+    model = transformers_model(config, tensors)
+    check_logits(reference_engine(tmp_path, config, tensors), model, chunks=(40, 4))
 
 
 def multimodal(text: dict[str, Any]) -> dict[str, Any]:
@@ -134,16 +113,6 @@ def test_embeddings_tied_in_one_place_only_are_refused(tmp_path: Path) -> None:
         builder.describe(options)
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
-def test_tensorrt_refuses_recurrent_state_by_name(tmp_path: Path, backend: str) -> None:
-    config = hybrid_config(DENSE)
-    tensors = random_hybrid(config, dtype=torch.bfloat16)
-    checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
-    options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine")
-    with pytest.raises(OptionError, match=r"linear_attn\.conv is conv state, which it does not"):
-        builder.describe(options.with_changes({"backend": backend}))
-
-
 def test_the_plan_of_a_public_model_and_its_drafter() -> None:
     models = ROOT / "configs" / "models"
     options = BuildOptions(
@@ -163,3 +132,37 @@ def test_the_plan_of_a_public_model_and_its_drafter() -> None:
     per_request = 4 * 48 * (48 * 128 * 128 + 3 * 10240)
     assert manifest_of(description)["build_config"]["request_state_bytes"] == per_request
     assert dict(memory_plan(description))["recurrent state, 4 x 149.62 MiB"]
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "mask_token", "slides", "billions"),
+    [
+        ("qwen3.6_27b_nvfp4", "qwen3.6_27b_dflash", 248070, 4, 26.9),
+        ("qwen3.6_35b_a3b_nvfp4", "qwen3.6_35b_a3b_dflash", 248077, 5, 34.7),
+        ("qwen3_next_80b_a3b_nvfp4", None, None, 0, 79.7),
+        *(
+            pytest.param(*public, marks=pytest.mark.full)
+            for public in (
+                ("qwen3.6_35b_a3b_nvfp4", "qwen3.5_35b_a3b_dflash", 248070, 0, 34.7),
+                ("qwen3.5_122b_a10b_nvfp4", "qwen3.5_122b_a10b_dflash", 248077, 5, 122.1),
+                ("qwen3.5_397b_a17b_nvfp4", None, None, 0, 396.3),
+            )
+        ),
+    ],
+)
+def test_public_models_are_as_large_as_their_names_say(
+    target: str, drafter: str | None, mask_token: int | None, slides: int, billions: float
+) -> None:
+    """Parameters of the text part, prediction layer left out."""
+    models = ROOT / "configs" / "models"
+    options = BuildOptions(checkpoint=models / target, drafter=drafter and models / drafter)
+    description = builder.plan(options)
+    weights = [w for w in description.weights.stored.values() if w.owner == "target"]
+    assert sum(math.prod(w.shape) for w in weights) / 1e9 == pytest.approx(billions, rel=1e-2)
+    states = description.networks["target"].states.values()
+    kinds = [state.kind for state in states]
+    assert kinds.count("recurrent") == kinds.count("conv") == 3 * kinds.count("kv")
+    if description.drafter:
+        assert description.drafter.mask_token_id == mask_token
+        assert sum(description.drafter.causal) == slides
+        assert description.block_size == 16

@@ -3,23 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from engines import EXCLUDE, write_target
+from oracle import check_logits, reference_engine
 from random_moe import fused, glm4_moe_config, qwen3_moe_config, random_moe
-from steps import prefill
-from trtree import _core
 from trtree.build import builder
 from trtree.build.checkpoint import CheckpointError, QuantizationConfig
 from trtree.build.checkpoint.write import quantize_state_dict
 from trtree.build.models import family_of
 from trtree.build.network.network import NetworkError
 from trtree.build.options import BuildOptions
-from trtree.runtime.engines import open_engine
 
-TOLERANCE = 1e-4
 CASES = {
     "qwen3": qwen3_moe_config(),
     "qwen3-not-normalized": qwen3_moe_config(norm_topk_prob=False),
@@ -61,22 +57,7 @@ def theirs(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
 def test_target_against_transformers(tmp_path: Path, case: str) -> None:
     config = CASES[case]
     tensors = random_moe(config, dtype=torch.float32)
-    checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
-    options = BuildOptions(
-        checkpoint=checkpoint, output=tmp_path / "engine", backend="reference", page_size=4
-    )
-    _, engine = open_engine(builder.write(builder.describe(options)))
-    token_ids = torch.randint(0, 80, (48,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = theirs(config, tensors)(token_ids[None]).logits[0].numpy()
-
-    pages = list(range(12))
-    first = prefill(engine, _core.Sequence(1, 0, 0, pages), token_ids[:44].tolist())
-    np.testing.assert_allclose(first, expected[:44], rtol=0, atol=TOLERANCE)
-    for position in range(44, 48):  # and one token at a time
-        at = _core.Sequence(1, 0, position, pages)
-        logits = prefill(engine, at, [int(token_ids[position])])
-        np.testing.assert_allclose(logits[0], expected[position], rtol=0, atol=TOLERANCE)
+    check_logits(reference_engine(tmp_path, config, tensors), theirs(config, tensors), chunks=(44,))
 
 
 def describe(

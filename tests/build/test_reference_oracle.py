@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from engines import DEMO, DEMO_VOCAB, tiny_config, write_target
+from engines import DEMO, DEMO_VOCAB, tiny_config
+from oracle import TOLERANCE, check_logits, reference_engine
+from steps import prefill
 from trtree import _core
-from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint
-from trtree.build.options import BuildOptions
 from trtree.runtime.bench.against_dflash import load_dequantized
 from trtree.runtime.engines import open_engine
-
-TOLERANCE = 1e-4
 
 
 def load_transformers(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
@@ -48,22 +46,6 @@ def random_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     if config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
     return tensors
-
-
-def step(engine: _core.Engine, at: _core.Sequence, token_ids: list[int]) -> np.ndarray:
-    """Logits [rows, vocab] of a chain behind the committed prefix."""
-    rows = list(range(len(token_ids)))
-    request = _core.SegmentRequest(at, token_ids, [r - 1 for r in rows], rows, True)
-    result = engine.step(_core.RowBatch([request]))
-    logits = result.logits.reshape(len(rows), -1)
-    assert result.argmax.tolist() == logits.argmax(-1).tolist()
-    return logits
-
-
-def prefill(engine: _core.Engine, at: _core.Sequence, token_ids: list[int]) -> np.ndarray:
-    logits = step(engine, at, token_ids)
-    engine.commit([_core.Commit(at, list(range(len(token_ids))))])
-    return logits
 
 
 def rope(**parameters: Any) -> dict[str, Any]:
@@ -112,22 +94,7 @@ def rope(**parameters: Any) -> dict[str, Any]:
 def test_target_against_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = tiny_config(**changes)
     tensors = random_tensors(config)
-    checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
-    options = BuildOptions(
-        checkpoint=checkpoint, output=tmp_path / "engine", backend="reference", page_size=4
-    )
-    _, engine = open_engine(builder.write(builder.describe(options)))
-    token_ids = torch.randint(0, 80, (48,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = load_transformers(config, tensors)(token_ids[None]).logits[0].numpy()
-
-    pages = list(range(12))
-    first = prefill(engine, _core.Sequence(1, 0, 0, pages), token_ids[:40].tolist())
-    np.testing.assert_allclose(first, expected[:40], rtol=0, atol=TOLERANCE)
-    for position in range(40, 48):  # and one token at a time
-        at = _core.Sequence(1, 0, position, pages)
-        logits = prefill(engine, at, [int(token_ids[position])])
-        np.testing.assert_allclose(logits[0], expected[position], rtol=0, atol=TOLERANCE)
+    check_logits(reference_engine(tmp_path, config, tensors), load_transformers(config, tensors))
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +152,7 @@ def test_captured_layers_are_the_published_ones(demo_engine: Any, dequantized_de
 
     network.run = observe  # type: ignore[method-assign]
     try:
-        step(engine, _core.Sequence(1, 0, 0, [0, 1]), token_ids.tolist())
+        prefill(engine, _core.Sequence(1, 0, 0, [0, 1]), token_ids.tolist())
     finally:
         del network.run
     with torch.inference_mode():

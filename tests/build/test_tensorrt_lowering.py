@@ -28,8 +28,10 @@ from lowered import (
 )
 from network_evaluator import NetworkEvaluator, evaluate_together
 from op_checks import check_op, relative
+from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
 from trtree.build.builder import EngineDescription
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.reference import ReferenceNetwork
 from trtree.build.lowering.tensorrt import backend
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
@@ -59,6 +61,9 @@ CASES = {
         glm4_moe_config(**TINY, n_group=1, topk_group=1, attention_bias=False, use_qk_norm=False),
         None,
     ),
+    "hybrid-next": (hybrid_config("Qwen3NextForCausalLM", **TINY), None),
+    "hybrid-3.5-w4a4": (hybrid_config("Qwen3_5ForCausalLM", **TINY), "NVFP4"),
+    "hybrid-3.5-moe": (hybrid_config("Qwen3_5MoeForCausalLM", **TINY), None),
     "bf16-window": (
         tiny_config(
             **TINY,
@@ -68,6 +73,16 @@ CASES = {
         ),
         None,
     ),
+}
+_ODD = TINY | {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 208,
+    "moe_intermediate_size": 144,
+}
+UNEVEN = {
+    "uneven-qwen3-bf16": (qwen3_moe_config(**_ODD), None),
+    "uneven-glm-w4a16": (glm4_moe_config(**_ODD), "W4A16_NVFP4"),
 }
 TREE = [-1, 0, 0, 1, 1, 2, -1, 6]
 
@@ -124,7 +139,7 @@ class Pairs:
             )
         checkpoint = self._directory / case
         if not checkpoint.exists():
-            config, algorithm = CASES[case]
+            config, algorithm = (CASES | UNEVEN)[case]
             random_checkpoint(checkpoint, config, algorithm=algorithm)
         options = BuildOptions(checkpoint=checkpoint, max_seq_len=40, max_num_rows=128)
         return describe(options)
@@ -346,7 +361,7 @@ def test_int8_weights_are_the_same_numbers(pairs: Pairs) -> None:
 def test_two_ranks_are_one(pairs: Pairs, case: str) -> None:
     """Both ranks' networks, evaluated together, against one rank's: partial sums are rounded
     to bf16 before they are added, where one rank rounds the sum."""
-    run_two_ranks(pairs(case), pairs.describe(case), tolerance=2e-2)
+    run_ranks(pairs(case), pairs.describe(case), 2, tolerance=2e-2)
 
 
 @pytest.mark.parametrize("case", ["bf16-window", "moe-glm-bf16"])
@@ -356,11 +371,24 @@ def test_two_ranks_are_one_in_float32(
     """Where rounding does not hide a mistake: the same networks with float32 between ops."""
     monkeypatch.setattr(backend, "DTYPE", "float32")
     wide = Pairs(tmp_path)
-    run_two_ranks(wide(case), wide.describe(case), tolerance=1e-6)
+    run_ranks(wide(case), wide.describe(case), 2, tolerance=1e-6)
 
 
-def run_two_ranks(pair_of: dict[str, Pair], description: Any, *, tolerance: float) -> None:
-    ranks = [lower_networks(description, rank=rank, ranks=2) for rank in range(2)]
+@pytest.mark.parametrize("case", UNEVEN)
+def test_what_does_not_divide_evenly(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More ranks than KV heads, widths of odd numbers of blocks; in float32, but for W4A16's
+    inputs."""
+    monkeypatch.setattr(backend, "DTYPE", "float32")
+    wide = Pairs(tmp_path)
+    bf16 = case.endswith("bf16")
+    run_ranks(wide(case), wide.describe(case), 4, tolerance=1e-6 if bf16 else 2e-2)
+
+
+def run_ranks(pair_of: dict[str, Pair], description: Any, size: int, *, tolerance: float) -> None:
+    shards = [Shard(rank, size) for rank in range(size)]
+    ranks = [lower_networks(description, rank=rank, ranks=size) for rank in range(size)]
     for name, pair in pair_of.items():
         batch = pair.batch("tree")
         inputs = {k: v for k, v in batch.network_inputs().items() if k in pair.evaluator.inputs}
@@ -368,40 +396,44 @@ def run_two_ranks(pair_of: dict[str, Pair], description: Any, *, tolerance: floa
             width = int(pair.reference.network.tensors["captured"].shape[1])
             generator = torch.Generator().manual_seed(4)
             inputs["captured"] = torch.randn(3, batch.width, width, generator=generator).bfloat16()
-        halves = [
+        parts = [
             {
-                n: _half(v, rank) if n.endswith((".k", ".v")) else v.clone()
+                n: _heads(v, shard) if n.endswith((".k", ".v")) else v.clone()
                 for n, v in inputs.items()
             }
-            for rank in range(2)
+            for shard in shards
         ]
         evaluated = [evaluators({name: lowered[name]})[name] for lowered in ranks]
         one = pair.evaluator.run(inputs)
-        two = evaluate_together(evaluated, halves)
-        compare_ranks(pair, batch, one, two, tolerance)
+        every = evaluate_together(evaluated, parts)
+        compare_ranks(pair, batch, one, every, tolerance)
 
 
-def _half(cache: torch.Tensor, rank: int) -> torch.Tensor:
-    heads = cache.shape[1] // 2
-    return cache[:, rank * heads : (rank + 1) * heads].clone()
+def _heads(cache: torch.Tensor, shard: Shard) -> torch.Tensor:
+    own = shard.kv_heads(cache.shape[1], "heads")
+    return cache[:, own.start : own.stop].clone()
 
 
 def compare_ranks(
     pair: Pair,
     batch: Batch,
     one: dict[str, torch.Tensor],
-    two: list[dict[str, torch.Tensor]],
+    every: list[dict[str, torch.Tensor]],
     tolerance: float,
 ) -> None:
     for binding in pair.lowered.outputs:
-        whole_result, parts = one[binding.name], [values[binding.name] for values in two]
+        whole_result, parts = one[binding.name], [values[binding.name] for values in every]
         if binding.name == "output.logits":
             joined = torch.cat(parts, dim=-1)
         elif binding.alias:
-            joined = torch.cat(parts, dim=1)
+            # KV heads fewer than ranks are several ranks' alike.
+            holders = max(1, len(parts) // whole_result.shape[1])
+            for rank, part in enumerate(parts):
+                assert torch.equal(part, parts[rank // holders * holders]), binding.name
+            joined = torch.cat(parts[::holders], dim=1)
         else:
             joined = parts[0]
-            assert torch.equal(parts[0], parts[1]), binding.name
+            assert all(torch.equal(part, joined) for part in parts), binding.name
         if joined.is_floating_point():
             caches = binding.alias is not None
             got, want = (x if caches else ragged(batch, x) for x in (joined, whole_result))

@@ -21,8 +21,8 @@ from paged_batch import PagedBatch, make_paged_batch, ragged_forced
 from plugin_network import PluginBuilder, plugins
 from random_moe import glm4_moe_config
 from trtree.build.builder import EngineDescription
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
-from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library, load_plugins
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower

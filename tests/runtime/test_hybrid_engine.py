@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from decoding import run
 from engines import random_checkpoint
 from op_by_op import OpByOp
 from random_drafter import random_drafter
@@ -27,6 +28,7 @@ from trtree.build import builder
 from trtree.build.engine_dir import EngineDir
 from trtree.build.options import BuildOptions
 from trtree.build.plan import memory_plan
+from trtree.build.text_files import size_text
 from trtree.plugins import branch_state
 from trtree.plugins.gated_delta_net import reference as delta_reference
 from trtree.runtime.engines import open_engine
@@ -35,6 +37,7 @@ from trtree.runtime.executor import (
     DecodingMode,
     Executor,
     ExecutorConfig,
+    KvCacheConfig,
     Request,
     SamplingConfig,
     SpeculativeConfig,
@@ -240,14 +243,10 @@ def test_a_slot_is_started_afresh(load: Any) -> None:
     assert after[0].tobytes() == other[5].tobytes()
 
 
-def run(engine: _core.Engine, requests: list[Request]) -> tuple[list[list[int]], Any]:
-    """Tokens by request, and the executor's statistics at the end."""
-    executor = Executor(engine, ExecutorConfig())
-    output: dict[int, list[int]] = {executor.enqueue_request(r): [] for r in requests}
-    while responses := executor.await_responses():
-        for response in responses:
-            output[response.request_id] += response.token_ids
-    return list(output.values()), executor.latest_statistics()
+def alone(engine: _core.Engine, requests: list[Request]) -> list[list[int]]:
+    """Tokens of each request, decoded with nothing before it or beside it."""
+    cold = ExecutorConfig(kv_cache_config=KvCacheConfig(enable_block_reuse=False))
+    return [tokens for r in requests for tokens, _ in run(Executor(engine, cold), [r])]
 
 
 def mixed_requests(count: int, rng: random.Random) -> list[Request]:
@@ -275,34 +274,114 @@ MODES = [
 ]
 
 
+CACHE = KvCacheConfig(snapshot_interval=8)
+
+
 @pytest.mark.parametrize(
-    ("kv_tokens", "page_size"), [(4096, 16), (320, 16), (320, 1)], ids=["room", "pre-empts", "1"]
+    ("kv_tokens", "page_size"),
+    [(4096, 16), (4096, 1), (320, 16), (320, 1)],
+    ids=["room-16", "room-1", "pre-empts-16", "pre-empts-1"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_requests_answer_as_if_alone(
     load: Any, family: str, kv_tokens: int, page_size: int
 ) -> None:
-    """Also where the pool is too small for all at once, and prompts begin alike."""
+    """Also where the pool is too small for all at once, and where they begin with what others
+    have left: pages, and snapshots of their state."""
     engine = load(family, 2, kv_tokens=kv_tokens, page_size=page_size)
     assert engine.capabilities().tree_state == _core.TreeState.EXACT
     requests = mixed_requests(16, random.Random(2))
-    together, statistics = run(engine, requests)
+    expected = alone(load(family, 1), requests)
+    executor = Executor(engine, ExecutorConfig(kv_cache_config=CACHE, record_rounds=True))
+    rows = []
+    for _ in range(2):
+        assert [tokens for tokens, _ in run(executor, requests)] == expected
+        rows.append(sum(len(r.token_ids) for r in executor.take_rounds() if r.prefill))
+    statistics = executor.latest_statistics()
     assert (statistics.preemptions > 0) == (kv_tokens == 320)
-    assert statistics.cached_prompt_tokens == 0
-    assert not statistics.prefix_cache
-    alone = load(family, 1)
-    for request, tokens in zip(requests, together, strict=True):
-        assert len(tokens) == request.max_tokens
-        assert run(alone, [request])[0] == [tokens]
+    assert statistics.prefix_cache
+    assert statistics.snapshots_loaded > 0
+    if kv_tokens == 4096:
+        assert rows[1] < 0.7 * rows[0]  # prompts that have been seen
 
 
 def test_200_requests_at_once_answer_as_if_alone(load: Any) -> None:
+    """Cold, and on what they left themselves."""
     requests = mixed_requests(200, random.Random(9))
-    together, _ = run(load("3.5-moe", 2), requests)
-    alone = load("3.5-moe", 1)
-    for request, tokens in zip(requests, together, strict=True):
-        assert len(tokens) == request.max_tokens
-        assert run(alone, [request])[0] == [tokens]
+    expected = alone(load("3.5-moe", 1), requests)
+    assert all(len(t) == r.max_tokens for t, r in zip(expected, requests, strict=True))
+    executor = Executor(load("3.5-moe", 2), ExecutorConfig(kv_cache_config=CACHE))
+    for warm in (False, True):
+        before = executor.latest_statistics()
+        assert [tokens for tokens, _ in run(executor, requests)] == expected
+        after = executor.latest_statistics()
+        cached = after.cached_prompt_tokens - before.cached_prompt_tokens
+        print(
+            f"{'warm' if warm else 'cold'}: {cached} of {after.prompt_tokens // (1 + warm)} prompt "
+            f"tokens from {after.snapshots_loaded - before.snapshots_loaded} snapshots, "
+            f"{after.total_snapshots} places"
+        )
+        assert cached > 0
+
+
+def test_saved_states_continue_as_the_slot_did(load: Any) -> None:
+    """A state saved inside a prompt's chunk, and two on a path through a tree, in another slot."""
+    rng = random.Random(4)
+    engine = load("3.5", 2, algorithm="NVFP4")
+    tokens, parents = random_tree(rng, 30, VOCAB)
+    prompt = [rng.randrange(VOCAB) for _ in range(33)]
+    at = _core.Sequence(1, 1, 0, pages_of(1))
+    run_rows(engine, [(at, prompt, list(range(-1, 32)))])
+    engine.commit([_core.Commit(at, list(range(33)), saves=[_core.StateSave(32, 3)])])
+    at = _core.Sequence(1, 1, 33, pages_of(1))
+    run_rows(engine, [(at, tokens, parents)])
+    path = max((path_to(row, parents) for row in range(31)), key=len)
+    assert len(path) > 3
+    saves = [_core.StateSave(1, 5), _core.StateSave(len(path) - 1, 0)]
+    engine.commit([_core.Commit(at, path, saves=saves)])
+    text = prompt + [tokens[row] for row in path]
+    # Another request's step in the slot that the states are loaded to.
+    prefill(engine, _core.Sequence(2, 4, 0, pages_of(2)), prompt[:9])
+    for snapshot, length in ((3, 32), (5, 34), (0, 32 + len(path))):
+        engine.load_state(snapshot, 4)
+        at = _core.Sequence(3, 4, length, pages_of(1))
+        (logits,) = run_rows(engine, [(at, [text[length]], [-1])])
+        assert logits[0].tobytes() == plain_logits(engine, text[: length + 1])
+
+
+@pytest.mark.parametrize(
+    ("saves", "named"),
+    [
+        ([(0, 1)], "after 0 of 3 committed rows, the one before it after 0"),
+        ([(4, 1)], "after 4 of 3 committed rows"),
+        ([(2, 1), (2, 2)], "after 2 of 3 committed rows, the one before it after 2"),
+        ([(1, 16)], "snapshot 16 of 16"),
+        ([(1, -1)], "snapshot -1 of 16"),
+        ([(1, 2), (3, 2)], "snapshot 2 is saved twice"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_saves_that_cannot_be(
+    build: Build, backend: str, saves: list[tuple[int, int]], named: str
+) -> None:
+    _, engine = open_engine(build("3.5", None, backend))
+    at = _core.Sequence(1, 0, 0, pages_of(0))
+    run_rows(engine, [(at, [1, 2, 3], [-1, 0, 1])])
+    with pytest.raises(ValueError, match=named):
+        engine.commit([_core.Commit(at, [0, 1, 2], saves=[_core.StateSave(*s) for s in saves])])
+    with pytest.raises(ValueError, match="snapshot 16 of 16"):
+        engine.load_state(16, 0)
+    with pytest.raises(ValueError, match="slot 8 of 8"):
+        engine.load_state(0, 8)
+
+
+def test_the_reference_saves_states_too(build: Build) -> None:
+    _, engine = open_engine(build("next", None, "reference"))
+    executor = Executor(engine, ExecutorConfig(kv_cache_config=CACHE))
+    requests = [Request([7] * 40, 4, speculative=MODES[2])]
+    [(cold, _)], [(warm, last)] = run(executor, requests), run(executor, requests)
+    assert cold == warm
+    assert last.statistics.cached_tokens == 32
 
 
 def test_the_plan_names_memory_per_request(build: Build) -> None:
@@ -313,8 +392,14 @@ def test_the_plan_names_memory_per_request(build: Build) -> None:
     options = BuildOptions(
         checkpoint=engine.path.parent / "3.5.None", output=engine.path, max_batch_size=8
     )
-    rows = dict(memory_plan(builder.describe(options)))
-    assert rows["recurrent state, 8 x 10.2 KiB"] == "82.0 KiB"
-    # A row keeps its convolution's input, key, update and decay.
+    # A row keeps its convolution's input, key, update and decay: what a tree adds, and all.
     per_row = 4 * (192 + 32 + 128 + 4)
-    assert f"rows x {per_row / 1024:.1f} KiB" in next(name for name in rows if "kept" in name)
+    for budget in (0, 16, 500):
+        changes = {"tree_budget": budget, "max_num_rows": budget + 65}
+        rows = dict(memory_plan(builder.describe(options.with_overrides(changes))))
+        assert rows["recurrent state, 8 x 10.2 KiB"] == "82.0 KiB"
+        assert rows["snapshots of it, 16 x 10.2 KiB"] == "164.0 KiB"
+        kept = f"kept of a step, {budget + 65} rows x {per_row / 1024:.1f} KiB"
+        assert rows[kept] == size_text((budget + 65) * per_row)
+    none = options.with_overrides({"state_snapshots": 0})
+    assert not any("snapshots" in name for name in dict(memory_plan(builder.describe(none))))

@@ -11,7 +11,7 @@ from lowered import describe, evaluators, lower_networks
 from network_evaluator import Collective, NetworkEvaluator, collective_result
 from trtree.build.builder import EngineDescription, manifest_of
 from trtree.build.engine_dir import EngineDir
-from trtree.build.lowering.shard import Shard
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.tensorrt import backend
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
 from trtree.build.options import BuildOptions

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from network_evaluator import NetworkEvaluator
 from plugin_network import PluginBuilder, plugins
 from trtree.build import builder
 from trtree.build.builder import EngineDescription
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
 from trtree.build.lowering.reference_weights import SUFFIX, load_networks, write_files
-from trtree.build.lowering.shard import Shard
+from trtree.build.lowering.tensorrt.backend import most_rows
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
@@ -22,6 +23,8 @@ from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
 from trtree.build.lowering.tensorrt.weights import Encoding, stage
 from trtree.build.network.network import Network, Op
 from trtree.build.options import BuildOptions
+from trtree.plugins.branch_state import StateSegment
+from trtree.plugins.causal_conv.contract import input_table
 from trtree.plugins.moe.reference import slots
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 
@@ -44,7 +47,11 @@ def lower_networks(
             if isinstance(sizes, PagedSizes):
                 made = PluginBuilder(made)
                 paged = paged_lowering(sizes, plugins(), network, encoding.shard)
-            lowered[name] = lower(trt, made, network, encoding, weights, sizes.cache_length, paged)
+            rows = most_rows(sizes.profiles(network, encoding.shard))
+            length = sizes.cache_length
+            lowered[name] = lower(
+                trt, made, network, encoding, weights, length, paged, max_rows=rows
+            )
     return lowered
 
 
@@ -83,13 +90,15 @@ class Batch:
     """Requests of one step. lengths: committed tokens. parents: per request, per row.
 
     Both sides start from the same committed keys and values: ``caches`` [B, heads, S, D]
-    by binding name, random where committed and zero behind.
+    by binding name, random where committed and zero behind. ``states`` that branch, [B, ...]
+    by name, likewise: zero where nothing is committed.
     """
 
     lengths: Sequence[int]
     token_ids: Sequence[Sequence[int]]
     parents: Sequence[Sequence[int]]
     caches: Mapping[str, torch.Tensor]
+    states: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
 
     @property
     def width(self) -> int:
@@ -139,8 +148,16 @@ class Batch:
             "tree_mask": self.masks(),
             "output_rows": rows,
             **{name: cache.clone() for name, cache in self.caches.items()},
+            **self.states,
+            **({"conv_inputs": self.conv_inputs()} if self.states else {}),
             **more,
         }
+
+    def conv_inputs(self) -> torch.Tensor:
+        """int32 [B, W, kernel]; padding continues the committed window."""
+        (kernel,) = {1 + s.shape[1] for s in self.states.values() if s.ndim == 3}
+        rows = [[*p, *[-1] * (self.width - len(p))] for p in self.parents]
+        return torch.stack([torch.from_numpy(input_table(parents, kernel)) for parents in rows])
 
     def reference_inputs(self) -> dict[str, torch.Tensor]:
         slots = torch.tensor(self.lengths)[:, None] + torch.arange(self.width)
@@ -148,6 +165,7 @@ class Batch:
             "token_ids": self.rows(self.ids()),
             "positions": self.rows(self.positions()),
             "slots": self.rows(slots).int(),
+            "parents": torch.tensor([p for parents in self.parents for p in parents]).int(),
             "packed_mask": _pack(self.rows(self.masks())),
             "output_rows": torch.arange(int(self.real().sum()), dtype=torch.int32),
         }
@@ -159,11 +177,13 @@ class Batch:
             name: PagedKv(*(self.caches[f"{name}.{w}"].transpose(1, 2).contiguous() for w in "kv"))
             for name in names
         }
-        segments, first = [], 0
-        for index, (length, ids) in enumerate(zip(self.lengths, self.token_ids, strict=True)):
-            segments.append(AttentionSegment(first, len(ids), length, torch.tensor([index])))
-            first += len(ids)
-        return StepContext(caches, segments)
+        segments, branches, first = [], [], 0
+        for index, (length, parents) in enumerate(zip(self.lengths, self.parents, strict=True)):
+            rows = len(parents)
+            segments.append(AttentionSegment(first, rows, length, torch.tensor([index])))
+            branches.append(StateSegment(first, rows, index, length == 0, parents))
+            first += rows
+        return StepContext(caches, segments, self.states, branches)
 
 
 def make_batch(
@@ -183,7 +203,14 @@ def make_batch(
             for entry, length in zip(cache, lengths, strict=True):
                 entry[:, length:] = 0
             caches[binding.name] = cache.to(getattr(torch, binding.dtype))
-    return Batch(lengths, token_ids, parents, caches)
+    states = {}
+    for binding in lowered.inputs:
+        if binding.name in lowered.branches:
+            shape = [len(lengths), *(int(dim) for dim in binding.dims[1:])]
+            state = torch.randn(shape, generator=generator)
+            state[torch.tensor(lengths) == 0] = 0
+            states[binding.name] = state.to(getattr(torch, binding.dtype))
+    return Batch(lengths, token_ids, parents, caches, states=states)
 
 
 def forced_values(

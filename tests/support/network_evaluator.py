@@ -298,13 +298,21 @@ def _elementwise(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
     }
     if kind == "DIV" and a.is_floating_point():
         return [a / b]
+    if kind == "FLOOR_DIV" and not a.is_floating_point():
+        return [torch.div(a, b, rounding_mode="floor")]
     if kind not in table:
         raise UnknownLayerError(f"{layer.name}: no semantics for {kind} of {a.dtype}")
     return [table[kind](a, b)]
 
 
 def _unary(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
-    table = {"SQRT": torch.sqrt, "EXP": torch.exp, "LOG": torch.log}
+    table = {
+        "SQRT": torch.sqrt,
+        "EXP": torch.exp,
+        "LOG": torch.log,
+        "NEG": torch.neg,
+        "ABS": torch.abs,
+    }
     if layer.layer.op.name not in table:
         raise UnknownLayerError(f"{layer.name}: no semantics for {layer.layer.op.name}")
     return [table[layer.layer.op.name](x[0].double())]
@@ -335,8 +343,11 @@ def _shuffle(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
 
 
 def _unsqueeze(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:
-    (axis,) = x[1].tolist()
-    return [x[0].unsqueeze(axis)]
+    """The axes are those of the result."""
+    value = x[0]
+    for axis in sorted(x[1].tolist()):
+        value = value.unsqueeze(axis)
+    return [value]
 
 
 def _concatenation(net: NetworkEvaluator, layer: Layer, x: Operands) -> Tensors:

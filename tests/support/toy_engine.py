@@ -1,7 +1,8 @@
 """A language model small enough to reason about, as an Engine.
 
 Its next token is a hash of every token before it, and it knows the past only through
-its paged caches: a wrong page, slot, mask, position or commit changes the output.
+its paged caches: a wrong page, slot, mask, position or commit changes the output. Its
+slots may keep state too, the tokens seen there, of which a wrong one is an error.
 """
 
 import hashlib
@@ -29,7 +30,10 @@ def decode(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
 
 
 class ToyEngine(_core.Engine):
-    """``skill``: of 8, how often the drafter's first candidate is the target's choice."""
+    """``skill``: of 8, how often the drafter's first candidate is the target's choice.
+
+    ``state_snapshots``: places for them, of an engine with recurrent state; None: of another.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class ToyEngine(_core.Engine):
         verify_width: int = 129,
         block_size: int = 6,
         skill: int = 5,
+        state_snapshots: int | None = None,
     ) -> None:
         super().__init__()
         c = _core.Capabilities()
@@ -51,7 +56,11 @@ class ToyEngine(_core.Engine):
         c.max_seq_len = page_size * num_pages
         c.verify_width, c.block_size, c.max_top_k = verify_width, block_size, vocab
         c.vocab_size = vocab
+        c.recurrent_state = state_snapshots is not None
+        c.state_snapshots = state_snapshots or 0
         self.c = c
+        self.states: list[list[int]] = [[] for _ in range(max_batch_size)]  # by slot
+        self.snapshots: list[list[int]] = [[] for _ in range(c.state_snapshots)]
         self.skill = skill
         self.target_cache = np.full((num_pages, page_size), EMPTY)
         self.drafter_cache = np.full((num_pages, page_size), EMPTY)
@@ -69,6 +78,7 @@ class ToyEngine(_core.Engine):
         mask = batch.packed_mask.reshape(-1, batch.mask_words)
         choices = {}
         for segment in batch.segments:
+            self._check_state(segment.sequence)
             rows = range(segment.num_rows)
             slots = [
                 self._slot(segment.sequence, segment.sequence.committed_length + i) for i in rows
@@ -94,6 +104,16 @@ class ToyEngine(_core.Engine):
                 self.target_cache[slot] = token
                 if commit.extend_drafter:
                     self.drafter_cache[slot] = token
+            state = self.states[at.slot][: at.committed_length] + tokens
+            self.states[at.slot] = state
+            for save in commit.saves:
+                assert 0 < save.rows <= len(rows)
+                end = at.committed_length + save.rows
+                assert end % self.c.page_size == 0
+                self.snapshots[save.snapshot] = state[:end]
+
+    def load_state(self, snapshot: int, slot: int) -> None:
+        self.states[slot] = list(self.snapshots[snapshot])
 
     def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:
         self.drafts.append(len(requests))
@@ -113,6 +133,11 @@ class ToyEngine(_core.Engine):
                 log_probs[index, d] = np.log(0.6) * (np.arange(top_k) + 1)
         return _core.DraftResult(log_probs, ids)
 
+    def _check_state(self, sequence: _core.Sequence) -> None:
+        if self.c.recurrent_state and sequence.committed_length:
+            context = self._read(self.target_cache, sequence)
+            assert self.states[sequence.slot] == context, "the slot's state is another's"
+
     def _check_pages(self, sequences: Sequence[_core.Sequence]) -> None:
         """Requests may share pages of committed tokens, and no page that is written to."""
         size = self.c.page_size
@@ -126,7 +151,8 @@ class ToyEngine(_core.Engine):
         return page, slot % self.c.page_size
 
     def _read(self, cache: np.ndarray, sequence: _core.Sequence) -> list[int]:
-        return [int(cache[self._slot(sequence, s)]) for s in range(sequence.committed_length)]
+        slots = cache[sequence.pages].reshape(-1)
+        return slots[: sequence.committed_length].tolist()
 
 
 class ToyLogits(_core.Engine):

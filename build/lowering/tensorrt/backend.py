@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trtree.build.lowering.shard import Shard
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.tensorrt.compile import BuildMessages, compile_engine
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS, Profile
 from trtree.build.lowering.tensorrt.inspection import inspect_engine
@@ -112,13 +112,6 @@ def check(options: BuildOptions, networks: Mapping[str, Network]) -> None:
         OptionError: names the option and what to do.
         NetworkError: a weight does not divide among the ranks.
     """
-    for network in networks.values():
-        for state in network.states.values():
-            if state.kind != "kv":
-                raise OptionError(
-                    f"backend {options.backend}: {state.name} is {state.kind} state, which it "
-                    "does not have yet; pass --backend cpu or reference"
-                )
     if options.activations == "float32":
         raise OptionError(
             f"activations float32: backend {options.backend} computes in bf16; "
@@ -162,6 +155,11 @@ def _check_plugin(options: BuildOptions, networks: Mapping[str, Network]) -> Non
         )
     states = [state for network in networks.values() for state in network.states.values()]
     for state in states:
+        if state.kind != "kv":
+            raise OptionError(
+                f"attention plugin: {state.name} is {state.kind} state, which its ragged steps do "
+                "not have yet; pass --attention native"
+            )
         if state.head_dim not in HEAD_DIMS:
             raise OptionError(
                 f"attention plugin: {state.name} has heads of {state.head_dim}, its kernels take "
@@ -170,12 +168,17 @@ def _check_plugin(options: BuildOptions, networks: Mapping[str, Network]) -> Non
 
 
 def rank_bytes(options: BuildOptions, networks: Mapping[str, Network], owner: Owner) -> int:
-    """Weights of an owner's engines on one rank."""
+    """Weights of an owner's engines on the last rank, which has the most."""
     return sum(
-        constant_bytes(network, encoding(options, 0))
+        constant_bytes(network, encoding(options, options.tp - 1))
         for name, network in networks.items()
         if name.startswith(owner)
     )
+
+
+def most_rows(profiles: Sequence[Profile]) -> int:
+    """Of a request in one step."""
+    return max(profile.sizes[ROWS][2] for profile in profiles)
 
 
 def engine_entry(
@@ -189,6 +192,7 @@ def engine_entry(
         "inputs": [asdict(binding) for binding in lowered.inputs],
         "outputs": [asdict(binding) for binding in lowered.outputs],
         "plans": [asdict(plan) for plan in lowered.plans],
+        "branches": dict(lowered.branches),
     }
 
 
@@ -249,7 +253,16 @@ def _build(
         messages = BuildMessages()
         logger = messages.logger(library.module)
         builder = library.module.Builder(logger)
-        lowered = lower(library.module, builder, network, how, weights, sizes.cache_length, paged)
+        lowered = lower(
+            library.module,
+            builder,
+            network,
+            how,
+            weights,
+            sizes.cache_length,
+            paged,
+            max_rows=most_rows(profiles),
+        )
         compile_engine(
             library,
             builder,

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trtree.build.lowering.division import Division
 from trtree.build.lowering.tensorrt.emitter import Emitter
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.network import Network, Op
 
 if TYPE_CHECKING:
+    from trtree.build.lowering.tensorrt.branch import StepTables
     from trtree.build.lowering.tensorrt.paged import PagedLowering
 
 # Symbolic sizes: requests, rows per request, output rows per request.
@@ -44,6 +47,9 @@ class Lowering:
     """The state of one lowering; op functions take it first.
 
     cache_length: positions that a request can have, and slots where they are contiguous.
+    max_rows: most rows of a request in one step.
+    committed: state that branches, by name. kept: what its rows leave to a commit, by
+    "state.part". step_tables: how a step's rows are related (branch.StepTables).
     sharded: graph tensors of which a rank holds its part of the features (or heads).
     paged: with plugin attention; the batch is then of one entry, which holds all rows.
     """
@@ -53,9 +59,13 @@ class Lowering:
     encoding: Encoding
     weights: Mapping[str, torch.Tensor]
     cache_length: int
+    max_rows: int
     values: dict[str, Any] = field(default_factory=dict)
     caches: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     masks: dict[tuple[str, int | None], Any] = field(default_factory=dict)
+    committed: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    step_tables: "StepTables | None" = None
     shapes: dict[tuple[int, ...], Any] = field(default_factory=dict)
     sharded: set[str] = field(default_factory=set)
     paged: "PagedLowering | None" = None
@@ -69,18 +79,31 @@ class Lowering:
     def ranks(self) -> int:
         return self.encoding.shard.size
 
-    def ranks_of(self, tensor: str) -> int:
-        """Among how many ranks the features of a graph tensor are divided."""
-        return self.ranks if tensor in self.sharded else 1
+    @cached_property
+    def division(self) -> Division:
+        return Division(self.network, self.encoding.shard)
 
-    def row_shape(self, size: int) -> Any:
-        """int32 [3]: B, W, size. Shared by all that slice or make rows."""
-        if (size,) not in self.shapes:
+    def extent(self, tensor: str) -> int:
+        """The features, or heads, that this rank has of a graph tensor."""
+        if tensor in self.sharded:
+            return self.division.extent(tensor)
+        return int(self.network.tensors[tensor].shape[1])
+
+    def inherit(self, op: Op) -> None:
+        """The results of ``op`` are divided among ranks as its operands are."""
+        if op.inputs[0] in self.sharded:
+            self.sharded.update(op.outputs)
+
+    def row_shape(self, size: int, heads: int | None = None) -> Any:
+        """int32: B, W, size, or B, heads, W, size. Shared by all that slice or make rows."""
+        key = (size,) if heads is None else (0, heads, size)
+        if key not in self.shapes:
             with self.emit.op("rows.shape"):
                 rows = self.values["positions"]
-                parts = [self.emit.size("batch", rows, 0), self.emit.size("width", rows, 1)]
-                self.shapes[(size,)] = self._joined([*parts, size], f"{size}")
-        return self.shapes[(size,)]
+                batch, width = self.emit.size("batch", rows, 0), self.emit.size("width", rows, 1)
+                parts = [batch, width, size] if heads is None else [batch, heads, width, size]
+                self.shapes[key] = self._joined(parts, "x".join(map(str, key)))
+        return self.shapes[key]
 
     def expert_shape(self, x: Any, size: int) -> Any:
         """int32 [3]: E, B * W, size, for x [E, B * W, F]."""
@@ -116,7 +139,7 @@ class Lowering:
         return self._constant_name(op, "bias") in self.weights
 
     def _constant_name(self, op: Op, part: str) -> str:
-        use = self.encoding.use(self.network.weights[op.weights[0]], op)
+        use = self.encoding.use(self.division, op, op.weights[0])
         return f"{use.prefix}.{part}"
 
     def rounded(self, x: Any) -> Any:

@@ -94,7 +94,7 @@ def experts_up(low: Lowering, op: Op, x: Values) -> Values:
     both = low.rounded(_product(low, op, flat))
     if low.ranks > 1:
         low.sharded.update(op.outputs)
-    width = weight.out_sizes[0] // low.ranks
+    width = len(low.encoding.shard.features(weight.sizes[0], f"{op.name}: intermediate"))
     gate, up = (
         emit.wide(_last_axis_slice(low, name, both, start, width))
         for name, start in (("gate", 0), ("up", width))

@@ -8,11 +8,12 @@ and B is 1.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from trtree.build.lowering.tensorrt import branch
 from trtree.build.lowering.tensorrt import paged as paged_attention
 from trtree.build.lowering.tensorrt.context import (
     BATCH,
@@ -26,7 +27,7 @@ from trtree.build.lowering.tensorrt.emitter import Emitter
 from trtree.build.lowering.tensorrt.ops import OPS, SHARDABLE
 from trtree.build.lowering.tensorrt.paged import PagedLowering, StepPlan, Unturned
 from trtree.build.lowering.tensorrt.weights import Encoding
-from trtree.build.network.network import Network, NetworkError
+from trtree.build.network.network import Network, NetworkError, State
 
 # Graph inputs that a padded, contiguous layout says differently.
 _RESHAPED_INPUTS = {
@@ -42,7 +43,8 @@ class LoweredNetwork:
 
     constants: by layer name, the memory that the network borrows. tensors: from a tensor
     of the graph to the network tensor that holds it, in the layout above. plans: the work
-    items that a step of plugin attention brings.
+    items that a step of plugin attention brings. branches: by name, the kind of state that
+    branches: an input that is only read, [slots, ...].
     """
 
     definition: Any
@@ -51,6 +53,7 @@ class LoweredNetwork:
     constants: Mapping[str, torch.Tensor]
     tensors: Mapping[str, str]
     plans: Sequence[StepPlan] = ()
+    branches: Mapping[str, str] = field(default_factory=dict)
 
 
 def lower(
@@ -61,6 +64,8 @@ def lower(
     weights: Mapping[str, torch.Tensor],
     cache_length: int,
     paged: PagedLowering | None = None,
+    *,
+    max_rows: int | None = None,
 ) -> LoweredNetwork:
     """Lower ``network`` for one rank.
 
@@ -69,6 +74,7 @@ def lower(
         weights: what ``weights.stage`` returned for this network and encoding.
         cache_length: slots per request in the KV cache, static; positions where it is paged.
         paged: for plugin attention.
+        max_rows: most rows of a request in one step; by default as many as a cache holds.
 
     Raises:
         NetworkError: an op has no lowering, or TensorRT refused a layer.
@@ -82,7 +88,8 @@ def lower(
         flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     definition = builder.create_network(flags)
     definition.name = network.name
-    low = Lowering(Emitter(trt, definition), network, encoding, weights, cache_length, paged=paged)
+    emit, max_rows = Emitter(trt, definition), max_rows or cache_length
+    low = Lowering(emit, network, encoding, weights, cache_length, max_rows, paged=paged)
     inputs = [_input(low, name) for name in network.inputs]
     inputs += _step_inputs(low)
     inputs += _cache_inputs(low)
@@ -103,7 +110,8 @@ def lower(
         name: value.name for name, value in low.values.items() if not isinstance(value, Unturned)
     }
     plans = list(dict.fromkeys(paged.plans.values())) if paged else []
-    return LoweredNetwork(definition, inputs, outputs, low.emit.constants, tensors, plans)
+    branches = {name: network.states[name].kind for name in low.committed}
+    return LoweredNetwork(definition, inputs, outputs, emit.constants, tensors, plans, branches)
 
 
 def _input(low: Lowering, name: str) -> Binding:
@@ -112,6 +120,8 @@ def _input(low: Lowering, name: str) -> Binding:
     as_it_is = Binding(name, tensor.dtype, (low.batch, first, *tensor.shape[1:]))
     reshaped = paged_attention.reshaped_inputs(low) if low.paged else _RESHAPED_INPUTS
     binding = reshaped.get(name, as_it_is)
+    if name == branch.PARENTS:
+        binding = branch.parents_binding(low.network)
     low.values[name] = _add_input(low, binding)
     return binding
 
@@ -127,7 +137,12 @@ def _step_inputs(low: Lowering) -> list[Binding]:
 def _cache_inputs(low: Lowering) -> list[Binding]:
     bindings = []
     for state in low.network.states.values():
-        heads = low.encoding.shard.part(state.heads, f"{state.name}: KV heads")
+        if state.kind != "kv":
+            own = low.division.state(state)
+            bindings.append(Binding(state.name, state.dtype, (BATCH, *own.shape)))
+            low.committed[state.name] = _add_input(low, bindings[-1])
+            continue
+        heads = len(low.encoding.shard.kv_heads(state.heads, f"{state.name}: KV heads"))
         dims: tuple[int | str, ...] = (BATCH, heads, low.cache_length, state.head_dim)
         if low.paged:
             sizes = low.paged.sizes
@@ -153,7 +168,7 @@ def _outputs(low: Lowering) -> list[Binding]:
     for role, name in low.network.outputs.items():
         tensor = low.network.tensors[name]
         first = OUTPUTS if tensor.shape[0] == "outputs" else ROWS
-        features = [int(dim) // low.ranks_of(name) for dim in tensor.shape[1:]]
+        features = [low.extent(name), *tensor.shape[2:]] if len(tensor.shape) > 1 else []
         binding = Binding(OUTPUT_PREFIX + role, tensor.dtype, (low.batch, first, *features))
         low.values[name].name = binding.name
         low.emit.network.mark_output(low.values[name])
@@ -165,4 +180,17 @@ def _outputs(low: Lowering) -> list[Binding]:
             low.emit.network.mark_output(cache)
             dims = tuple(cache.shape) if low.paged else (BATCH, *cache.shape[1:])
             bindings.append(Binding(cache.name, low.network.states[state].dtype, dims, source))
+    for name, kept in low.kept.items():
+        kept.name = OUTPUT_PREFIX + name
+        low.emit.network.mark_output(kept)
+        state = low.network.states[name.rpartition(".")[0]]
+        bindings.append(_kept(low.division.state(state), kept))
     return bindings
+
+
+def _kept(state: State, kept: Any) -> Binding:
+    """What rows leave to a commit: [B, W, C] of a convolution, else [B, heads, W, ...]."""
+    if state.kind == "conv":
+        return Binding(kept.name, state.dtype, (BATCH, ROWS, state.head_dim))
+    sizes = [int(dim) for dim in kept.shape]
+    return Binding(kept.name, "float32", (BATCH, sizes[1], ROWS, *sizes[3:]))

@@ -15,8 +15,9 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
 def kv_bytes(network: Network, sizes: Sizes, encoding: Encoding) -> int:
     """The caches of all of a network's layers, one rank's heads."""
     per_slot = sum(
-        2 * encoding.shard.part(s.heads, s.name) * s.head_dim * _ITEM_BYTES[s.dtype]
+        2 * len(encoding.shard.kv_heads(s.heads, s.name)) * s.head_dim * _ITEM_BYTES[s.dtype]
         for s in network.states.values()
+        if s.kind == "kv"
     )
     return sizes.kv_slots * per_slot
 

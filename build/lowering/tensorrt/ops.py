@@ -8,6 +8,7 @@ from trtree.build.lowering.tensorrt.attention import (
     rotary_embedding,
     tree_attention,
 )
+from trtree.build.lowering.tensorrt.branch import causal_conv, gated_delta_net
 from trtree.build.lowering.tensorrt.context import Lowering, OpFunction
 from trtree.build.lowering.tensorrt.experts import experts_down, experts_up, route
 from trtree.build.lowering.tensorrt.linear import linear
@@ -27,7 +28,7 @@ def _rms_norm(low: Lowering, op: Op, x: Values) -> Values:
     if op.inputs[0] in low.sharded:
         if len(low.network.tensors[op.inputs[0]].shape) == 2:
             raise NetworkError(f"{op.name}: norms features that are divided among ranks")
-        _inherit(low, op)  # per head, and heads are whole
+        low.inherit(op)  # per head, and heads are whole
     wide = emit.wide(x[0])
     square = emit.binary("square", "PROD", wide, wide)
     mean = emit.reduce("mean", "AVG", square, keep=True)
@@ -41,7 +42,7 @@ def _rms_norm(low: Lowering, op: Op, x: Values) -> Values:
 
 def _scale(low: Lowering, op: Op, x: Values) -> Values:
     emit = low.emit
-    _inherit(low, op)
+    low.inherit(op)
     weight = low.constant(op, "weight")
     weight = emit.shuffle("vector", weight, (*[1] * (len(x[0].shape) - 1), weight.shape[0]))
     return [low.rounded(emit.binary("scaled", "PROD", emit.wide(x[0]), weight))]
@@ -49,10 +50,18 @@ def _scale(low: Lowering, op: Op, x: Values) -> Values:
 
 def _silu_mul(low: Lowering, op: Op, x: Values) -> Values:
     emit = low.emit
-    _inherit(low, op)
+    low.inherit(op)
     gate, up = emit.wide(x[0]), emit.wide(x[1])
     silu = emit.binary("silu", "PROD", gate, emit.sigmoid("sigmoid", gate))
     return [low.rounded(emit.binary("gated", "PROD", silu, up))]
+
+
+def _sigmoid_mul(low: Lowering, op: Op, x: Values) -> Values:
+    """The gate is of x's shape, or one number for all of a row's."""
+    emit = low.emit
+    low.inherit(op)
+    gate = emit.sigmoid("sigmoid", emit.wide(x[1]))
+    return [low.rounded(emit.binary("gated", "PROD", emit.wide(x[0]), gate))]
 
 
 def _add(low: Lowering, op: Op, x: Values) -> Values:
@@ -60,41 +69,45 @@ def _add(low: Lowering, op: Op, x: Values) -> Values:
 
 
 def _split(low: Lowering, op: Op, x: Values) -> Values:
-    _inherit(low, op)
+    """Of features, which ranks may divide, or of every head."""
+    low.inherit(op)
     parts, start = [], 0
-    for index, whole in enumerate(op.attrs["sizes"]):
-        size = whole // low.ranks_of(op.inputs[0])
+    for index, (name, whole) in enumerate(zip(op.outputs, op.attrs["sizes"], strict=True)):
+        size = low.extent(name) if len(x[0].shape) == 3 else whole
         parts.append(_last_axis_slice(low, f"part{index}", x[0], start, size))
         start += size
     return parts
 
 
 def _last_axis_slice(low: Lowering, name: str, x: Any, start: int, size: int) -> Any:
-    """x[..., start : start + size] of a [B, W, F] tensor."""
-    emit = low.emit
-    layer = emit.network.add_slice(x, (0, 0, start), (1, 1, size), (1, 1, 1))
-    layer.set_input(2, low.row_shape(size))
+    """x[..., start : start + size] of a [B, W, F] or [B, heads, W, F] tensor."""
+    emit, ones = low.emit, [1] * (len(x.shape) - 1)
+    layer = emit.network.add_slice(x, (*(0 for _ in ones), start), (*ones, size), (*ones, 1))
+    layer.set_input(2, low.row_shape(size, int(x.shape[1]) if len(ones) == 3 else None))
     return emit.layer(name, layer).get_output(0)
 
 
 def _concat(low: Lowering, op: Op, x: Values) -> Values:
+    low.inherit(op)
     layer = low.emit.network.add_concatenation(x)
     layer.axis = len(x[0].shape) - 1
     return [low.emit.layer("joined", layer).get_output(0)]
 
 
 def _reshape(low: Lowering, op: Op, x: Values) -> Values:
-    """Features to heads, or heads to features."""
-    _inherit(low, op)
+    """Features to heads, heads to features, or the same numbers to other heads."""
+    low.inherit(op)
     before = low.network.tensors[op.inputs[0]].shape
     after = low.network.tensors[op.outputs[0]].shape
-    ranks = low.ranks_of(op.inputs[0])
+    extent = low.extent(op.outputs[0])
     if (len(before), len(after)) == (2, 3):
-        shape = (0, 0, int(after[1]) // ranks, int(after[2]))
+        shape = (0, 0, extent, int(after[2]))
         return [low.emit.shuffle("heads", x[0], shape, after=(0, 2, 1, 3))]
     if (len(before), len(after)) == (3, 2):
-        features = int(after[1]) // ranks
-        return [low.emit.shuffle("merged", x[0], (0, 0, features), before=(0, 2, 1, 3))]
+        return [low.emit.shuffle("merged", x[0], (0, 0, extent), before=(0, 2, 1, 3))]
+    if (len(before), len(after)) == (3, 3):
+        shape, turned = (0, 0, extent, int(after[2])), (0, 2, 1, 3)
+        return [low.emit.shuffle("regrouped", x[0], shape, before=turned, after=turned)]
     raise NetworkError(
         f"{op.name}: the TensorRT lowering has no reshape from {list(before)} to {list(after)}"
     )
@@ -104,23 +117,21 @@ def _gather_rows(low: Lowering, op: Op, x: Values) -> Values:
     return [low.emit.gather("rows", x[0], x[1], 1, batch_dims=1)]
 
 
-def _inherit(low: Lowering, op: Op) -> None:
-    """The results are divided among ranks as the operands are."""
-    if op.inputs[0] in low.sharded:
-        low.sharded.update(op.outputs)
-
-
 # Ops that take operands which are divided among ranks.
 SHARDABLE = frozenset(
     {
         "argmax",
+        "causal_conv",
+        "concat",
         "experts_down",
+        "gated_delta_net",
         "kv_append",
         "linear",
         "reshape",
         "rms_norm",
         "rotary_embedding",
         "scale",
+        "sigmoid_mul",
         "silu_mul",
         "split",
         "top_k_log_probs",
@@ -131,10 +142,12 @@ SHARDABLE = frozenset(
 OPS: dict[str, OpFunction] = {
     "add": _add,
     "argmax": argmax,
+    "causal_conv": causal_conv,
     "concat": _concat,
     "embedding": _embedding,
     "experts_down": experts_down,
     "experts_up": experts_up,
+    "gated_delta_net": gated_delta_net,
     "gather_rows": _gather_rows,
     "kv_append": kv_append,
     "linear": linear,
@@ -143,6 +156,7 @@ OPS: dict[str, OpFunction] = {
     "rotary_embedding": rotary_embedding,
     "route": route,
     "scale": _scale,
+    "sigmoid_mul": _sigmoid_mul,
     "silu_mul": _silu_mul,
     "split": _split,
     "top_k_log_probs": top_k_log_probs,

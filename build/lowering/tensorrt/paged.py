@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.reference import TORCH_DTYPES
-from trtree.build.lowering.shard import Shard
 from trtree.build.lowering.tensorrt.context import (
     BATCH,
     OUTPUTS,
@@ -120,8 +120,9 @@ class PagedSizes:
             if op.kind != "tree_attention":
                 continue
             state, heads = network.states[str(op.state)], network.tensors[op.inputs[0]].shape[1]
-            kv_heads = shard.part(state.heads, f"{state.name}: KV heads")
-            group, window = int(heads) // state.heads, op.attrs["window"]
+            kv_heads = len(shard.kv_heads(state.heads, f"{state.name}: KV heads"))
+            own = len(shard.part(int(heads), f"{op.name}: heads"))
+            group, window = own // kv_heads, op.attrs["window"]
             tile = attention_tile(self.sm, state.head_dim, self.tile_rows(network.name), group)
             key = (kv_heads, group, tile.block_m, window)
             if key not in plans:
@@ -204,13 +205,13 @@ def reshape(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     """[1, rows, F] to [rows, heads, D], or back."""
     before = low.network.tensors[op.inputs[0]].shape
     after = low.network.tensors[op.outputs[0]].shape
-    ranks = low.ranks_of(op.inputs[0])
     if op.inputs[0] in low.sharded:
         low.sharded.update(op.outputs)
+    extent = low.extent(op.outputs[0])
     if (len(before), len(after)) == (2, 3):
-        return [low.emit.shuffle("heads", x[0], (-1, int(after[1]) // ranks, int(after[2])))]
+        return [low.emit.shuffle("heads", x[0], (-1, extent, int(after[2])))]
     if (len(before), len(after)) == (3, 2):
-        return [low.emit.shuffle("merged", x[0], (1, -1, int(after[1]) // ranks))]
+        return [low.emit.shuffle("merged", x[0], (1, -1, extent))]
     raise NetworkError(
         f"{op.name}: plugin attention has no reshape from {list(before)} to {list(after)}"
     )
@@ -275,7 +276,7 @@ def _layer(low: Lowering, op: Op, k: Any, v: Any, q: Any, group: int) -> tuple[A
     turning = [isinstance(x, Unturned) for x in (q, k)]
     if turning[0] != turning[1] or (turning[0] and not q.turns_like(k)):
         raise NetworkError(f"{op.name}: plugin attention turns queries and keys alike, or neither")
-    kv_heads = low.encoding.shard.part(state.heads, f"{state.name}: KV heads")
+    kv_heads = len(low.encoding.shard.kv_heads(state.heads, f"{state.name}: KV heads"))
     dtype = TORCH_DTYPES[low.network.dtype]
     config = LayerConfig(
         head_dim=state.head_dim,

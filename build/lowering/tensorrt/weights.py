@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from trtree.build.lowering.division import WHOLE, Division, Shard
 from trtree.build.lowering.reference import TORCH_DTYPES
 from trtree.build.lowering.reference_weights import read_weight
-from trtree.build.lowering.shard import WHOLE, Shard
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import Parallel
-from trtree.build.network.network import Network, NetworkError, Op, Owner, Weight
+from trtree.build.network.network import Network, Op, Owner, Weight
 from trtree.build.tensor_file import TensorFileWriter, TensorSpec
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
@@ -25,12 +25,15 @@ from trtree.plugins.nvfp4_linear import format as nvfp4
 class WeightUse:
     """A weight as one op uses it. A tied embedding has two uses: whole, and split as head.
 
-    wide: dense weights in float32, for an op that computes in it.
+    wide: dense weights in float32, for an op that computes in it. rows, columns: this rank's,
+    where it has a part; rows are one range per module.
     """
 
     weight: Weight
     parallel: Parallel | None
     wide: bool = False
+    rows: tuple[range, ...] | None = None
+    columns: range | None = None
 
     @property
     def prefix(self) -> str:
@@ -49,14 +52,27 @@ class Encoding:
     fp4: bool = True
     shard: Shard = WHOLE
 
-    def use(self, weight: Weight, op: Op) -> WeightUse:
-        """How ``op`` uses its weight; on one rank nothing is split."""
-        parallel = op.attrs.get("parallel") if self.shard.size > 1 else None
-        return WeightUse(weight, parallel, op.attrs.get("dtype") == "float32")
+    def use(self, division: Division, op: Op, name: str) -> WeightUse:
+        """How ``op`` uses its weight ``name``; on one rank nothing is split.
+
+        Raises:
+            NetworkError: it does not divide among the ranks.
+        """
+        weight, wide = division.network.weights[name], op.attrs.get("dtype") == "float32"
+        parallel: Parallel | None = op.attrs.get("parallel")
+        if self.shard.size == 1 or parallel is None:
+            return WeightUse(weight, None, wide)
+        if parallel == "row":
+            return WeightUse(weight, parallel, wide, columns=division.columns(weight))
+        if division.uses[op.name] == "vocabulary":
+            part = self.shard.part(weight.num_rows, f"{weight.name}: out_features")
+            return WeightUse(weight, parallel, wide, rows=(part,))
+        return WeightUse(weight, parallel, wide, rows=division.rows(weight))
 
     def uses(self, network: Network) -> list[WeightUse]:
         """All distinct uses, in the order of the ops."""
-        uses = [self.use(network.weights[name], op) for op in network.ops for name in op.weights]
+        division = Division(network, self.shard)
+        uses = [self.use(division, op, name) for op in network.ops for name in op.weights]
         return list(dict.fromkeys(uses))
 
     def specs(self, use: WeightUse, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -106,36 +122,24 @@ class Encoding:
         return parts
 
     def _local_shape(self, use: WeightUse) -> tuple[int, ...]:
-        weight, part = use.weight, self.shard.part
-        if use.parallel == "column":
-            rows = sum(part(n, weight.name) for n in _sizes(weight))
-            if len(weight.shape) == 1:
-                return (rows,)
-            return (*weight.shape[:-2], rows, *weight.shape[-1:])
-        if use.parallel == "row":
-            k = part(weight.shape[-1], weight.name)
-            if weight.kind == "nvfp4" and k % nvfp4.BLOCK:
-                raise NetworkError(
-                    f"{weight.name}: a rank's {k} of {weight.shape[-1]} columns are no whole "
-                    f"NVFP4 blocks of {nvfp4.BLOCK}"
-                )
-            return (*weight.shape[:-1], k)
-        return weight.shape
+        *stack, rows, k = shape if len(shape := use.weight.shape) > 1 else (*shape, 0)
+        if use.rows is not None:
+            rows = sum(map(len, use.rows))
+        if use.columns is not None:
+            k = len(use.columns)
+        return (rows,) if len(shape) == 1 else (*stack, rows, k)
 
     def _local(self, use: WeightUse, tensor: torch.Tensor) -> torch.Tensor:
-        name, stacked = use.weight.name, bool(use.weight.experts)
-        if use.parallel == "column" and tensor.ndim > (1 if stacked else 0):
-            modules = torch.split(tensor, _sizes(use.weight), dim=int(stacked))
-            parts = [self.shard.of(module, int(stacked), name) for module in modules]
-            return torch.cat(parts, dim=int(stacked))
-        if use.parallel == "row" and tensor.ndim >= 2:
-            return self.shard.of(tensor, tensor.ndim - 1, name)
+        stacked = int(bool(use.weight.experts))
+        if use.rows is not None and tensor.ndim > stacked:
+            parts = [tensor.narrow(stacked, part.start, len(part)) for part in use.rows]
+            return torch.cat(parts, dim=stacked)
+        if use.columns is not None and tensor.ndim >= 2:
+            # Codes hold two columns each, block scales 16.
+            share = use.weight.shape[-1] // tensor.shape[-1]
+            part = use.columns
+            return tensor.narrow(-1, part.start // share, len(part) // share)
         return tensor
-
-
-def _sizes(weight: Weight) -> list[int]:
-    """Out_features of each module of a linear, or of one expert's."""
-    return list(weight.out_sizes[: len(weight.out_sizes) // (weight.experts or 1)])
 
 
 def constant_bytes(network: Network, encoding: Encoding) -> int:

@@ -6,19 +6,30 @@
 
 namespace trtree::cpu {
 
-BranchStates::BranchStates(const Plan& plan, int32_t slots)
+namespace {
+
+float* zeros(int64_t floats) {
+  auto* const memory = static_cast<float*>(std::calloc(floats, sizeof(float)));
+  if (memory == nullptr && floats > 0) {
+    throw std::runtime_error("no memory for " + std::to_string(floats * 4) +
+                             " bytes of recurrent state");
+  }
+  return memory;
+}
+
+}  // namespace
+
+BranchStates::BranchStates(const Plan& plan, int32_t slots, int32_t snapshots)
     : plan_(plan), states_(plan.states.size()) {
   for (size_t i = 0; i < plan.states.size(); ++i) {
     const PlanState& state = plan.states[i];
-    if (state.kind == StateKind::kKv) continue;
+    if (state.paged()) continue;
     any_ = true;
-    int64_t floats = slots * state.heads * state.head_dim;
-    if (state.kind == StateKind::kRecurrent) floats *= state.value_dim;
-    states_[i].committed.reset(static_cast<float*>(std::calloc(floats, sizeof(float))));
-    if (!states_[i].committed) {
-      throw std::runtime_error("no memory for " + std::to_string(floats * 4) +
-                               " bytes of recurrent state");
-    }
+    State& of = states_[i];
+    of.size = state.heads * state.head_dim;
+    if (state.kind == StateKind::kRecurrent) of.size *= state.value_dim;
+    of.committed.reset(zeros(slots * of.size));
+    of.saved.reset(zeros(snapshots * of.size));
   }
 }
 
@@ -53,18 +64,41 @@ void BranchStates::gated_delta_net(int32_t state, int64_t key_heads,
                        of.updates, y.data, y.stride, parallel);
 }
 
-void BranchStates::commit(size_t segment, std::span<const int32_t> rows) {
+void BranchStates::commit(size_t segment, std::span<const int32_t> rows,
+                          std::span<const StateSave> saves) {
   for (size_t i = 0; i < states_.size(); ++i) {
-    State& of = states_[i];
+    const State& of = states_[i];
     const auto index = static_cast<int32_t>(i);
-    if (plan_.states[i].kind == StateKind::kConv) {
-      const causal_conv::Shape shape = conv_shape(index);
-      causal_conv::commit(shape, of.committed.get(), segments_[segment], rows,
-                          {of.inputs.data(), shape.channels});
-    } else if (plan_.states[i].kind == StateKind::kRecurrent) {
-      gated_delta_net::commit(delta_shape(index), of.committed.get(), segments_[segment], rows,
-                              of.updates);
+    if (of.size == 0) continue;
+    branch::Segment at = segments_[segment];
+    int32_t done = 0;
+    for (const StateSave& save : saves) {
+      move(index, at, rows.subspan(done, save.rows - done));
+      std::copy_n(of.committed.get() + at.slot * of.size, of.size,
+                  of.saved.get() + save.snapshot * of.size);
+      done = save.rows;
+      at.fresh = false;
     }
+    move(index, at, rows.subspan(done));
+  }
+}
+
+// One state, along rows that follow the committed one.
+void BranchStates::move(int32_t state, const branch::Segment& segment,
+                        std::span<const int32_t> rows) {
+  State& of = states_[state];
+  if (plan_.states[state].kind == StateKind::kConv) {
+    const causal_conv::Shape shape = conv_shape(state);
+    causal_conv::commit(shape, of.committed.get(), segment, rows,
+                        {of.inputs.data(), shape.channels});
+  } else {
+    gated_delta_net::commit(delta_shape(state), of.committed.get(), segment, rows, of.updates);
+  }
+}
+
+void BranchStates::load(int32_t snapshot, int32_t slot) {
+  for (const State& of : states_) {
+    std::copy_n(of.saved.get() + snapshot * of.size, of.size, of.committed.get() + slot * of.size);
   }
 }
 

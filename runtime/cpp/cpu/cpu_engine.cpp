@@ -27,21 +27,28 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
       mask_token_id_(mask_token_id),
       threads_(num_threads),
       weights_((check_plan(plan_), check_ranks(plan_, collectives), plan_)),
-      branches_(plan_, capabilities_.max_batch_size) {
+      branches_(plan_, capabilities_.max_batch_size, capabilities_.state_snapshots) {
   const int64_t slots = static_cast<int64_t>(capabilities_.num_pages) * capabilities_.page_size;
   int64_t floats = 0;
-  const auto kv_floats = [slots](const PlanState& state) {
-    return state.kind == StateKind::kKv ? slots * state.heads * state.head_dim : 0;
+  const auto floats_of = [slots](const PlanState& state) {
+    if (!state.paged()) return int64_t{0};
+    return slots * state.heads * state.head_dim * (state.kind == StateKind::kKv ? 2 : 1);
   };
-  for (const PlanState& state : plan_.states) floats += 2 * kv_floats(state);
-  pool_.reset(static_cast<float*>(std::calloc(floats, sizeof(float))));
+  for (const PlanState& state : plan_.states) floats += floats_of(state);
+  size_t bytes = floats * sizeof(float) + kPackedAlignment;
+  pool_.reset(static_cast<float*>(std::calloc(1, bytes)));
   if (!pool_)
     throw std::runtime_error("no memory for " + std::to_string(floats * 4) + " bytes of KV");
-  float* next = pool_.get();
+  // Vectors of keys that cross cache lines would be read at half the speed.
+  void* start = pool_.get();
+  auto* next =
+      static_cast<float*>(std::align(kPackedAlignment, bytes - kPackedAlignment, start, bytes));
   for (const PlanState& state : plan_.states) {
-    const int64_t size = kv_floats(state);
-    caches_.push_back({next, next + size, capabilities_.page_size, state.heads, state.head_dim});
-    next += 2 * size;
+    const int64_t size = floats_of(state);
+    caches_.kv.push_back(
+        {next, next + size / 2, capabilities_.page_size, state.heads, state.head_dim});
+    caches_.latents.push_back({next, capabilities_.page_size, state.head_dim});
+    next += size;
   }
   for (const auto& [name, network] : plan_.networks) {
     runners_[name] = std::make_unique<NetworkRunner>(plan_, network, weights_, caches_, branches_,
@@ -79,21 +86,25 @@ StepResult CpuEngine::step(const RowBatch& batch) {
 void CpuEngine::commit(const std::vector<Commit>& commits) {
   if (!last_step_) throw std::invalid_argument("commit without a step before it");
   check_commits(commits, *last_step_);
+  check_saves(commits, capabilities_);
   threads_.parallel_for(static_cast<int64_t>(commits.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Segment& segment = segment_of(commits[i].sequence.request_id);
       const auto at = attention_segment(segment.sequence, segment.first_row, segment.num_rows);
       if (branches_.any())
-        branches_.commit(&segment - last_step_->segments.data(), commits[i].rows);
+        branches_.commit(&segment - last_step_->segments.data(), commits[i].rows, commits[i].saves);
       // A path without gaps is where it has to be already.
       if (commits[i].rows.empty() ||
           commits[i].rows.back() + 1 == static_cast<int32_t>(commits[i].rows.size())) {
         continue;
       }
-      for (size_t s = 0; s < caches_.size(); ++s) {
+      for (size_t s = 0; s < plan_.states.size(); ++s) {
         const PlanState& state = plan_.states[s];
-        if (state.kind != StateKind::kKv || state.drafter) continue;
-        attention::commit(caches_[s], at, commits[i].rows);
+        if (state.drafter) continue;
+        if (state.kind == StateKind::kKv) attention::commit(caches_.kv[s], at, commits[i].rows);
+        if (state.kind == StateKind::kLatent) {
+          latent::commit(caches_.latents[s], at, commits[i].rows);
+        }
       }
     }
   });
@@ -147,6 +158,11 @@ DraftResult CpuEngine::draft(const std::vector<DraftRequest>& requests, int32_t 
   drafter.prepare(rows.num_rows(), rows.num_outputs());
   run("drafter_block", rows, top_k);
   return {block - 1, top_k, drafter.outputs().log_probs, drafter.outputs().token_ids};
+}
+
+void CpuEngine::load_state(int32_t snapshot, int32_t slot) {
+  check_load(snapshot, slot, capabilities_);
+  branches_.load(snapshot, slot);
 }
 
 void CpuEngine::run(const std::string& network, const StepRows& rows, int32_t top_k) {

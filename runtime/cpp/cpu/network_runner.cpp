@@ -1,7 +1,9 @@
 #include "runtime/cpp/cpu/network_runner.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "plugins/ddtree/ddtree.hpp"
 
@@ -52,6 +54,7 @@ void WeightTable::add_taps(const Plan& plan) {
 
 void WeightTable::add_matrix(int32_t index, const PlanWeight& weight,
                              std::span<const uint8_t> bytes, const float* bias) {
+  if (!weight.head_sizes.empty()) return add_heads(index, weight, bytes);
   const int64_t blocks = (weight.in_features + kBlock - 1) / kBlock;
   const Segments segments = Segments::from_bounds(weight.segments, blocks);
   if (weight.kind == WeightKind::kNvfp4) {
@@ -79,8 +82,25 @@ void WeightTable::add_matrix(int32_t index, const PlanWeight& weight,
   }
 }
 
+void WeightTable::add_heads(int32_t index, const PlanWeight& weight,
+                            std::span<const uint8_t> bytes) {
+  const int64_t keys = weight.head_sizes[0], values = weight.head_sizes[1];
+  const dense::DType dtype = dense::dtype_from_name(weight.dtype);
+  const auto next = [&](int64_t out_features, int64_t in_features) {
+    const int64_t size = dense::packed_size(out_features, in_features, dtype);
+    const auto packed = bytes.first(std::min<size_t>(size, bytes.size()));
+    bytes = bytes.subspan(packed.size());
+    return dense::Weight{packed, out_features, in_features, dtype,
+                         Segments::even((in_features + kBlock - 1) / kBlock)};
+  };
+  for (int64_t head = 0; head < weight.out_features / (keys + values); ++head) {
+    head_keys_[index].push_back(next(weight.in_features, keys));
+    head_values_[index].push_back(next(values, weight.in_features));
+  }
+}
+
 NetworkRunner::NetworkRunner(const Plan& plan, const PlanNetwork& network,
-                             const WeightTable& weights, std::span<const attention::PagedKv> caches,
+                             const WeightTable& weights, const PagedCaches& caches,
                              BranchStates& branches, Parallel& parallel, Isa isa,
                              Collectives* collectives)
     : plan_(plan),
@@ -92,7 +112,8 @@ NetworkRunner::NetworkRunner(const Plan& plan, const PlanNetwork& network,
       isa_(isa),
       ranks_(collectives),
       buffers_(network.buffers.size()),
-      angles_(plan.ropes.size()) {}
+      angles_(plan.ropes.size()),
+      stages_(make_stages(network, plan.weights)) {}
 
 void NetworkRunner::prepare(int64_t num_rows, int64_t num_outputs) {
   num_rows_ = num_rows;
@@ -115,17 +136,84 @@ Matrix NetworkRunner::tensor(int32_t index) const {
 
 void NetworkRunner::run(const StepRows& rows, int32_t top_k, const Observer& observer) {
   for (auto& angles : angles_) angles.clear();
-  for (const PlanOp& op : network_.ops) {
-    run_op(op, rows, top_k);
-    if (observer) observer(op);
+  prepared_ = false;
+  for (const Stage& stage : stages_) {
+    if (stage.by_rows && !observer) {
+      run_stage(stage, rows);
+      continue;
+    }
+    for (int32_t i = stage.first; i < stage.end(); ++i) {
+      const PlanOp& op = network_.ops[i];
+      run_op(op, rows, top_k);
+      if (observer) observer(op);
+    }
+  }
+}
+
+void NetworkRunner::run_stage(const Stage& stage, const StepRows& rows) {
+  const std::span ops(network_.ops);
+  const auto these = ops.subspan(stage.first, stage.count);
+  for (const PlanOp& op : these) make_angles(op, rows);
+  Matrix x;
+  if (stage.prepares) {
+    const PlanOp& linear = ops[stage.end()];
+    x = tensor(linear.inputs[0]);
+    prepare_input(linear, x);
+  }
+  constexpr int64_t kTaskFloats = 2048;  // worth another thread
+  const int64_t count = stage.per_output ? num_outputs_ : num_rows_;
+  const int64_t grain = std::max<int64_t>(1, kTaskFloats / std::max<int64_t>(1, stage.width));
+  parallel_.parallel_for(count, grain, [&](int64_t begin, int64_t end) {
+    for (const PlanOp& op : these) run_rows(op, rows, begin, end);
+    if (stage.prepares) nvfp4_input_.set_rows(x.data, x.stride, begin, end, isa_);
+  });
+  prepared_ = stage.prepares;
+}
+
+// The rows [begin, end) of an op that is_row_local.
+void NetworkRunner::run_rows(const PlanOp& op, const StepRows& rows, int64_t begin, int64_t end) {
+  const auto part = [&](int32_t index) { return tensor(index).slice(begin, end); };
+  switch (op.kind) {
+    case OpKind::kAdd:
+      return add(part(op.inputs[0]), part(op.inputs[1]), part(op.outputs[0]));
+    case OpKind::kConcat:
+      return concat(op, begin, end);
+    case OpKind::kKvAppend: {
+      const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
+      return attention::append(caches_.kv[op.state], rows.segments, {k.data, k.stride},
+                               {v.data, v.stride}, begin, end);
+    }
+    case OpKind::kLayerNorm:
+      return layer_norm(part(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
+                        part(op.outputs[0]));
+    case OpKind::kRmsNorm:
+      return rms_norm(part(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
+                      part(op.outputs[0]));
+    case OpKind::kRotaryEmbedding: {
+      const PlanRope& rope = plan_.ropes[op.rope];
+      const double* const angles = angles_[op.rope].data() + begin * 2 * rope.inv_freq.size();
+      return rotary_embedding(part(op.inputs[0]), angles, rope, op.heads, part(op.outputs[0]));
+    }
+    case OpKind::kScale:
+      return scale(part(op.inputs[0]), weights_.vector(op.weight), part(op.outputs[0]));
+    case OpKind::kSigmoidMul:
+      return sigmoid_mul(part(op.inputs[0]), part(op.inputs[1]), part(op.outputs[0]));
+    case OpKind::kSiluMul:
+      return silu_mul(part(op.inputs[0]), part(op.inputs[1]), part(op.outputs[0]), isa_);
+    default: {  // kSplitHeads
+      std::vector<Matrix> parts;
+      for (const int32_t output : op.outputs) parts.push_back(part(output));
+      return split_heads(part(op.inputs[0]), op.heads, parts);
+    }
   }
 }
 
 void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k) {
+  if (is_row_local(op.kind)) {
+    make_angles(op, rows);
+    return run_rows(op, rows, 0, tensor(op.inputs[0]).rows);
+  }
   switch (op.kind) {
-    case OpKind::kAdd:
-      add(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_);
-      break;
     case OpKind::kAllGather:
       ranks_.gather_columns(tensor(op.inputs[0]), op.rank_columns, tensor(op.outputs[0]));
       break;
@@ -136,9 +224,6 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kCausalConv:
       branches_.causal_conv(op.state, weights_.taps(op.weight), tensor(op.inputs[0]),
                             tensor(op.outputs[0]), parallel_, isa_);
-      break;
-    case OpKind::kConcat:
-      concat(op);
       break;
     case OpKind::kEmbedding:
       embedding(op, rows);
@@ -155,44 +240,36 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kGatherRows:
       gather_rows(op, rows);
       break;
-    case OpKind::kKvAppend: {
-      const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
-      attention::append(caches_[op.state], rows.segments, {k.data, k.stride}, {v.data, v.stride});
+    case OpKind::kHeadKeys:
+      head_linear(op, weights_.head_keys(op.weight));
+      break;
+    case OpKind::kHeadValues:
+      head_linear(op, weights_.head_values(op.weight));
+      break;
+    case OpKind::kIndexSelect:
+      index_select(op, rows);
+      break;
+    case OpKind::kLatentAppend: {
+      const Matrix x = tensor(op.inputs[0]);
+      latent::append(caches_.latents[op.state], rows.segments, x.data, x.stride);
       break;
     }
+    case OpKind::kLatentAttention:
+      latent_attention(op, rows);
+      break;
     case OpKind::kLinear:
       linear(op);
       break;
-    case OpKind::kRmsNorm:
-      rms_norm(tensor(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
-               tensor(op.outputs[0]), parallel_);
-      break;
-    case OpKind::kRotaryEmbedding:
-      rotate(op, rows);
-      break;
     case OpKind::kRoute:
       route(op);
-      break;
-    case OpKind::kScale:
-      scale(tensor(op.inputs[0]), weights_.vector(op.weight), tensor(op.outputs[0]), parallel_);
-      break;
-    case OpKind::kSigmoidMul:
-      sigmoid_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_);
-      break;
-    case OpKind::kSplitHeads: {
-      std::vector<Matrix> parts;
-      for (const int32_t part : op.outputs) parts.push_back(tensor(part));
-      split_heads(tensor(op.inputs[0]), op.heads, parts);
-      break;
-    }
-    case OpKind::kSiluMul:
-      silu_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_, isa_);
       break;
     case OpKind::kTopKLogProbs:
       top_k_log_probs(op, top_k);
       break;
     case OpKind::kTreeAttention:
       tree_attention(op, rows);
+      break;
+    default:  // row-local
       break;
   }
 }
@@ -212,16 +289,21 @@ void NetworkRunner::linear(const PlanOp& op) {
     if (op.row_parallel) ranks_.add_segments(1.0f, packed.bias, y, parallel_);
     return;
   }
-  if (weight.input_scale > 0) {
-    nvfp4_input_.quantize(x.data, x.rows, x.width, x.stride, weight.input_scale, parallel_, isa_);
-  } else {
-    nvfp4_input_.round_to_bf16(x.data, x.rows, x.width, x.stride, parallel_, isa_);
+  if (!std::exchange(prepared_, false)) {
+    prepare_input(op, x);
+    nvfp4_input_.set_all(x.data, x.stride, parallel_, isa_);
   }
   const nvfp4::Weight& packed = weights_.nvfp4(op.weight);
   nvfp4::linear(packed, nvfp4_input_, output, parallel_, isa_);
   if (!op.row_parallel) return;
   const float scale = nvfp4::output_scale(packed.global_scale, nvfp4_input_.input_scale());
   ranks_.add_segments(scale, packed.bias, y, parallel_);
+}
+
+// Makes room for the rows x of an NVFP4 linear's input.
+void NetworkRunner::prepare_input(const PlanOp& op, const Matrix& x) {
+  const float scale = plan_.weights[op.weight].input_scale;
+  nvfp4_input_.prepare(x.rows, x.width, scale > 0 ? std::optional(scale) : std::nullopt);
 }
 
 void NetworkRunner::route(const PlanOp& op) {
@@ -260,7 +342,7 @@ void NetworkRunner::embedding(const PlanOp& op, const StepRows& rows) {
 void NetworkRunner::tree_attention(const PlanOp& op, const StepRows& rows) {
   const Matrix q = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
   attention::Attention call;
-  call.cache = caches_[op.state];
+  call.cache = caches_.kv[op.state];
   call.segments = rows.segments;
   call.visibility = op.causal_mask ? &rows.causal_visibility : &rows.visibility;
   call.positions = rows.positions;
@@ -273,6 +355,60 @@ void NetworkRunner::tree_attention(const PlanOp& op, const StepRows& rows) {
   attention::attend(call, parallel_, isa_);
 }
 
+void NetworkRunner::head_linear(const PlanOp& op, const std::vector<dense::Weight>& matrices) {
+  const Matrix x = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
+  for (size_t head = 0; head < matrices.size(); ++head) {
+    const dense::Weight& matrix = matrices[head];
+    const auto at = static_cast<int64_t>(head);
+    dense_input_.assign(x.data + at * matrix.in_features, x.rows, matrix.in_features, x.stride);
+    dense::linear(matrix, dense_input_, {y.data + at * matrix.out_features, y.stride}, parallel_,
+                  isa_);
+  }
+}
+
+void NetworkRunner::index_select(const PlanOp& op, const StepRows& rows) {
+  const Matrix q = tensor(op.inputs[0]), weights = tensor(op.inputs[1]);
+  const Matrix y = tensor(op.outputs[0]);
+  selection_.resize(y.rows * y.width);
+  indexer::Index call;
+  call.keys = caches_.latents[op.state];
+  call.segments = rows.segments;
+  call.visibility = &rows.visibility;
+  call.q = {q.data, q.stride};
+  call.weights = {weights.data, weights.stride};
+  call.heads = op.heads;
+  call.top_k = y.width;
+  indexer::select(call, op.name, selection_, parallel_, isa_);
+  for (int64_t r = 0; r < y.rows; ++r) {
+    std::memcpy(y.row(r), selection_.data() + r * y.width, y.width * sizeof(float));
+  }
+}
+
+void NetworkRunner::latent_attention(const PlanOp& op, const StepRows& rows) {
+  const Matrix q = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
+  mla::Attention call;
+  if (op.inputs.size() > 1) {
+    const Matrix chosen = tensor(op.inputs[1]);
+    selection_.resize(chosen.rows * chosen.width);
+    for (int64_t r = 0; r < chosen.rows; ++r) {
+      std::memcpy(selection_.data() + r * chosen.width, chosen.row(r),
+                  chosen.width * sizeof(float));
+    }
+    call.selection = selection_;
+    call.top_k = chosen.width;
+  }
+  call.cache = caches_.latents[op.state];
+  call.segments = rows.segments;
+  call.visibility = &rows.visibility;
+  call.q = {q.data, q.stride};
+  call.heads = op.heads;
+  call.value_dim = y.width / op.heads;
+  call.scale = op.scale;
+  call.output = y.data;
+  call.output_stride = y.stride;
+  mla::attend(call, parallel_, isa_);
+}
+
 void NetworkRunner::gated_delta_net(const PlanOp& op) {
   const auto rows = [&](size_t input) {
     const Matrix x = tensor(op.inputs[input]);
@@ -283,26 +419,29 @@ void NetworkRunner::gated_delta_net(const PlanOp& op) {
   branches_.gated_delta_net(op.state, op.heads, operands, tensor(op.outputs[0]), parallel_);
 }
 
-void NetworkRunner::rotate(const PlanOp& op, const StepRows& rows) {
+void NetworkRunner::make_angles(const PlanOp& op, const StepRows& rows) {
+  if (op.kind != OpKind::kRotaryEmbedding) return;
   const PlanRope& rope = plan_.ropes[op.rope];
   std::vector<double>& angles = angles_[op.rope];
-  if (angles.empty()) {  // the same for every layer of the step
-    angles.resize(2 * rope.inv_freq.size() * num_rows_);
-    rotary_angles(rows.positions, rope, angles.data());
-  }
-  rotary_embedding(tensor(op.inputs[0]), angles.data(), rope, op.heads, tensor(op.outputs[0]),
-                   parallel_);
+  if (!angles.empty()) return;  // the same for every layer of the step
+  angles.resize(2 * rope.inv_freq.size() * num_rows_);
+  rotary_angles(rows.positions, rope, angles.data());
 }
 
-void NetworkRunner::concat(const PlanOp& op) {
-  const Matrix y = tensor(op.outputs[0]);
+// Head by head, side by side.
+void NetworkRunner::concat(const PlanOp& op, int64_t begin, int64_t end) {
+  const Matrix y = tensor(op.outputs[0]).slice(begin, end);
+  const int64_t heads = op.heads, width = y.width / heads;
   int64_t column = 0;
   for (const int32_t input : op.inputs) {
-    const Matrix x = tensor(input);
+    const Matrix x = tensor(input).slice(begin, end);
+    const int64_t part = x.width / heads;
     for (int64_t r = 0; r < y.rows; ++r) {
-      std::memcpy(y.row(r) + column, x.row(r), x.width * sizeof(float));
+      for (int64_t h = 0; h < heads; ++h) {
+        std::copy_n(x.row(r) + h * part, part, y.row(r) + h * width + column);
+      }
     }
-    column += x.width;
+    column += part;
   }
 }
 

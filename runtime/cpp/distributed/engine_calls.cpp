@@ -8,7 +8,7 @@ namespace trtree::distributed {
 
 namespace {
 
-enum Call : int32_t { kStep = 1, kCommit = 2, kDraft = 3 };
+enum Call : int32_t { kStep = 1, kCommit = 2, kDraft = 3, kLoadState = 4 };
 
 class Writer {
  public:
@@ -117,6 +117,11 @@ Message encode_commit(const std::vector<Commit>& commits) {
     writer.sequence(commit.sequence);
     writer.words(commit.rows);
     writer.word(commit.extend_drafter ? 1 : 0);
+    writer.word(static_cast<int32_t>(commit.saves.size()));
+    for (const StateSave& save : commit.saves) {
+      writer.word(save.rows);
+      writer.word(save.snapshot);
+    }
   }
   return writer.take();
 }
@@ -129,6 +134,13 @@ Message encode_draft(const std::vector<DraftRequest>& requests, int32_t top_k) {
     writer.sequence(request.sequence);
     writer.word(request.bonus_token);
   }
+  return writer.take();
+}
+
+Message encode_load_state(int32_t snapshot, int32_t slot) {
+  Writer writer(kLoadState);
+  writer.word(snapshot);
+  writer.word(slot);
   return writer.take();
 }
 
@@ -147,6 +159,11 @@ void make_call(Engine& engine, std::span<const int32_t> message) {
         commit.sequence = reader.sequence();
         commit.rows = reader.words();
         commit.extend_drafter = reader.word() != 0;
+        commit.saves.resize(reader.count());
+        for (StateSave& save : commit.saves) {
+          save.rows = reader.word();
+          save.snapshot = reader.word();
+        }
       }
       reader.end();
       engine.commit(commits);
@@ -161,6 +178,12 @@ void make_call(Engine& engine, std::span<const int32_t> message) {
       }
       reader.end();
       engine.draft(requests, top_k);
+      return;
+    }
+    case kLoadState: {
+      const int32_t snapshot = reader.word(), slot = reader.word();
+      reader.end();
+      engine.load_state(snapshot, slot);
       return;
     }
     default:

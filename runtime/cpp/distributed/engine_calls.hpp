@@ -16,6 +16,7 @@ using Message = std::vector<int32_t>;
 Message encode_step(const RowBatch& batch);
 Message encode_commit(const std::vector<Commit>& commits);
 Message encode_draft(const std::vector<DraftRequest>& requests, int32_t top_k);
+Message encode_load_state(int32_t snapshot, int32_t slot);
 
 // Makes the call on a worker's engine and drops its result; logits are left out of it.
 // Throws std::invalid_argument for a message that is cut short or of another version.

@@ -33,6 +33,9 @@ class LeaderEngine final : public Engine {
   DraftResult draft(const std::vector<DraftRequest>& requests, int32_t top_k) override {
     return call(encode_draft(requests, top_k), [&] { return part_.draft(requests, top_k); });
   }
+  void load_state(int32_t snapshot, int32_t slot) override {
+    call(encode_load_state(snapshot, slot), [&] { part_.load_state(snapshot, slot); });
+  }
 
   // A call threw here; workers may wait for a part that will not come.
   bool failed() const { return failed_; }

@@ -1,6 +1,7 @@
 """The vocabulary: shape rules, names, fusion, and the stored form."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -209,3 +210,45 @@ def test_nested_fusions_are_stored_once() -> None:
 def test_bad_rope_parameters_are_named(config: dict[str, object], message: str) -> None:
     with pytest.raises(NetworkError, match=message):
         rope_table("rope", config, 16)
+
+
+def test_latent_operands_are_checked() -> None:
+    g = graph()
+    rows = g.rows()
+    latent, keys = g.latent_state("latent", 48), g.latent_state("keys", 32)
+    q = g.input("q", ("rows", 4, 48), "float32")
+    index_q = g.input("index_q", ("rows", 8, 32), "float32")
+    weights = g.input("weights", ("rows", 8), "float32")
+    rounded = g.input("rounded", ("rows", 8), "bfloat16")
+    with pytest.raises(NetworkError, match=r"latent: holds \[48\] per token, given \[4, 48\]"):
+        g.latent_append("append", q, rows.slots, latent)
+    with pytest.raises(NetworkError, match=r"over keys of 48, top_k 4"):
+        g.index_select("select", index_q, weights, rows, latent, 4)
+    with pytest.raises(NetworkError, match="weights must be float32, not bfloat16"):
+        g.index_select("select", index_q, rounded, rows, keys, 4)
+    selection = g.index_select("select", index_q, weights, rows, keys, 4)
+    assert (selection.shape, selection.dtype) == (("rows", 4), "int32")
+    with pytest.raises(NetworkError, match="values of 49 over latents of 48"):
+        g.latent_attention("attend", q, rows, latent, selection, value_dim=49, scale=1.0)
+    with pytest.raises(NetworkError, match=r"a selection is int32 \[rows, top_k\], not float32"):
+        g.latent_attention("attend", q, rows, latent, weights, value_dim=32, scale=1.0)
+    out = g.latent_attention("attend", q, rows, latent, selection, value_dim=32, scale=1.0)
+    assert out.shape == ("rows", 4, 32)
+
+
+def test_head_linear_stores_one_dense_weight_for_both_parts() -> None:
+    quantized = WeightInfo("nvfp4", (160, 32), "nvfp4", activations="nvfp4")
+    g = graph(kv_b_proj=quantized)
+    q = g.input("q", ("rows", 4, 16), "float32")
+    sizes = {"key_dim": 16, "value_dim": 24, "latent": 32}
+    latent = g.head_linear("kv_b_proj", q, "key", **sizes)
+    values = g.head_linear("kv_b_proj", latent, "value", **sizes)
+    assert (latent.shape, values.shape) == (("rows", 4, 32), ("rows", 4, 24))
+    (weight,) = g.network.weights.values()
+    assert (weight.kind, weight.dtype, weight.shape) == ("dense", "float32", (160, 32))
+    with pytest.raises(NetworkError, match="heads of 16, its value part takes 32"):
+        g.head_linear("kv_b_proj", q, "value", **sizes)
+    scaled = graph(kv_b_proj=replace(quantized, pre_quant_scale=True))
+    x = scaled.input("q", ("rows", 4, 16), "float32")
+    with pytest.raises(NetworkError, match="pre_quant_scale is not supported"):
+        scaled.head_linear("kv_b_proj", x, "key", **sizes)

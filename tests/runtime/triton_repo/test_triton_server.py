@@ -86,9 +86,7 @@ def test_requests_share_steps(
         assert tokens == sum(range(64, 96))
         # Triton's metrics follow the executor's now and then: what came before may come with them.
         enough = tokens_before + tokens
-        assert within(
-            30, lambda one=one, n=enough: one.metric("trtree_output_tokens_total") >= n
-        )
+        assert within(30, lambda one=one, n=enough: one.metric("trtree_output_tokens_total") >= n)
         all_tokens = one.metric("trtree_output_tokens_total") - tokens_before
         forwards = one.metric("trtree_target_forwards_total") - before
         assert 0 < forwards < all_tokens / 3

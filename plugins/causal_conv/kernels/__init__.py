@@ -1,0 +1,1 @@
+"""The causal convolution in the Triton language, over ragged rows."""

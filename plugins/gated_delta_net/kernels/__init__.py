@@ -1,0 +1,1 @@
+"""The gated delta rule in the Triton language, over ragged rows in one masked pass."""

@@ -1,0 +1,20 @@
+"""Tile sizes: chosen by shared memory and registers, never yet by measurement.
+
+``python -m trtree.plugins.gated_delta_net.report`` prints the figures.
+"""
+
+# What the kernels are compiled and tested for.
+HEAD_DIMS = (64, 128, 256)
+
+ROWS = 16  # of a block: a tensor core's least, and a budget-16 tree is two of them
+VALUE_COLUMNS = 32  # of v, updates and state per program: at 64, registers spill
+KEY_COLUMNS = 32  # of keys and queries at a time
+DECAY_ROWS = 32
+COMMIT_ROWS = 16
+WARPS = 4
+STAGES = 2
+
+
+def head_columns(heads: int) -> int:
+    """Value heads of a decay program, as a power of two that a product takes."""
+    return max(16, 1 << (heads - 1).bit_length())
