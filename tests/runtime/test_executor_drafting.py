@@ -174,52 +174,64 @@ def test_a_request_near_its_end_does_not_run_again() -> None:
     assert since(executor, before)[0] == 0
 
 
-arrivals = st.lists(
+bursts = st.lists(
     st.tuples(
-        st.integers(0, 30),  # rounds after the one before
+        st.integers(0, 60),  # rounds after the one before
+        st.integers(1, 10),  # requests
         st.lists(st.integers(0, 3), min_size=1, max_size=20),
-        st.integers(1, 60),
+        st.sampled_from([1, 20, 40, 140]),
         st.sampled_from([ADAPTIVE, ADAPTIVE, SpeculativeConfig(DecodingMode.PLAIN)]),
     ),
     min_size=1,
-    max_size=24,
+    max_size=5,
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    arrivals,
+    bursts,
     st.sampled_from([1, 4]),
-    st.sampled_from([26, 60, 400]),
+    st.sampled_from([200, 400, 2000]),
     st.sampled_from(list(CapacitySchedulerPolicy)),
     st.booleans(),
+    st.sampled_from([None, None, 0, 3, 60]),
 )
 def test_no_token_changes_as_loads_come_and_go(
-    specs: list[tuple[int, list[int], int, SpeculativeConfig]],
+    bursts: list[tuple[int, int, list[int], int, SpeculativeConfig]],
     page_size: int,
-    pages: int,
+    pool_tokens: int,
     policy: CapacitySchedulerPolicy,
     reuse: bool,
+    snapshots: int | None,
 ) -> None:
     """Prompts share beginnings, and pools are small: with lapses, catch-ups, pre-emptions and
-    pages with and without the drafter's keys, all at once."""
-    engine = ToyEngine(page_size=page_size, num_pages=pages * 4 // page_size)
+    pages with and without the drafter's keys, all at once; with recurrent state too."""
+    engine = ToyEngine(
+        page_size=page_size, num_pages=pool_tokens // page_size, state_snapshots=snapshots
+    )
     config = ExecutorConfig(
         cost_model=SIX_FREE,
-        kv_cache_config=KvCacheConfig(enable_block_reuse=reuse),
+        kv_cache_config=KvCacheConfig(enable_block_reuse=reuse, snapshot_interval=4),
         scheduler_config=SchedulerConfig(policy),
     )
     executor = Executor(engine, config)
+    run(executor, crowd(1, 100))  # learns
     expected, tokens = {}, dict[int, list[int]]()
-    for wait, prompt, max_tokens, speculative in specs:
-        for _ in range(wait):
-            for response in executor.await_responses():
+
+    def go_on(rounds: float) -> None:
+        while rounds > 0 and (responses := executor.await_responses()):
+            for response in responses:
                 tokens[response.request_id] += response.token_ids
-        request_id = executor.enqueue_request(Request(prompt, max_tokens, speculative=speculative))
-        expected[request_id], tokens[request_id] = decode(prompt, max_tokens, 13), []
-    while responses := executor.await_responses():
-        for response in responses:
-            tokens[response.request_id] += response.token_ids
+            rounds -= 1
+
+    for wait, count, prompt, max_tokens, speculative in bursts:
+        go_on(wait)
+        for index in range(count):
+            own = [*prompt, index]
+            request = Request(own, max_tokens, speculative=speculative)
+            request_id = executor.enqueue_request(request)
+            expected[request_id], tokens[request_id] = decode(own, max_tokens, 13), []
+    go_on(float("inf"))
     assert tokens == expected
     after = executor.latest_statistics()
     assert after.free_pages + after.cached_pages == after.total_pages
