@@ -5,11 +5,15 @@ Counts, not times: the costs are made up, and the toy engine refuses to draft fr
 context with a hole.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding import run
+from engines import DEMO_PROMPTS
 from toy_engine import ToyEngine, decode
 from trtree import _core
 from trtree._core.tree_policy import AdaptiveBudget
@@ -26,6 +30,7 @@ from trtree.runtime.executor import (
     SpeculativeConfig,
     TreeKind,
 )
+from trtree.runtime.session import Session
 
 DRAFT = [(1.0, 0.02), (64.0, 1.28)]
 EXTEND = [(1.0, 0.005), (64.0, 0.32)]
@@ -172,6 +177,43 @@ def test_a_request_near_its_end_does_not_run_again() -> None:
     assert tokens == decode(list(range(12)) * 8, 46, 13)
     assert executor.latest_statistics().drafter_catch_ups == 0
     assert since(executor, before)[0] == 0
+
+
+def test_a_context_that_caught_up_is_the_one_that_never_lapsed(
+    demo_engine: Callable[..., Path],
+) -> None:
+    """On the CPU engine: the same trees at the same tokens, and so the same KV, to the bit."""
+    session = Session(demo_engine(), num_threads=1)
+    prompts = [session.tokenizer.encode(text) for text in DEMO_PROMPTS[:2]]
+    fixed = SpeculativeConfig(tree_budget=ADAPTIVE.tree_budget)
+    plain = SpeculativeConfig(DecodingMode.PLAIN)
+
+    def decoded(request: Request) -> tuple[list[int], dict[int, list[int]]]:
+        """By itself: its tokens, and its trees by the tokens before them."""
+        executor = Executor(session.engine, ExecutorConfig(record_rounds=True))
+        ((tokens, _),) = run(executor, [request])
+        records = [record for record in executor.take_rounds() if not record.prefill]
+        return tokens, {record.committed_length: record.token_ids for record in records}
+
+    expected, trees = decoded(Request(prompts[0], 200, speculative=fixed))
+    executor = executor_of(session.engine)
+    first = executor.enqueue_request(Request(prompts[0], 200, speculative=ADAPTIVE))
+    tokens: list[int] = []
+    while len(tokens) < 80:  # it learns
+        tokens += [t for r in executor.await_responses() for t in r.token_ids]
+    others = [Request(prompts[1], 40, speculative=ADAPTIVE) for _ in range(7)]
+    ids = [executor.enqueue_request(request) for request in others]
+    long, *short = outputs(executor, [first, *ids])
+    assert tokens + long == expected == decoded(Request(prompts[0], 200, speculative=plain))[0]
+    assert short == [decoded(Request(prompts[1], 40, speculative=plain))[0]] * 7
+    assert executor.latest_statistics().drafter_catch_ups > 0
+    own = [record for record in executor.take_rounds() if record.request_id == first]
+    rerun = max(i for i, record in enumerate(own) if record.prefill)
+    after = [record for record in own[rerun + 1 :] if record.committed_length in trees]
+    assert sum(len(record.token_ids) - 1 for record in after) > 20
+    for record in after:
+        whole = trees[record.committed_length]
+        assert record.token_ids == whole[: len(record.token_ids)]
 
 
 bursts = st.lists(
