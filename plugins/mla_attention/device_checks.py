@@ -149,9 +149,7 @@ def check_select(
         width=width,
     )
     lengths = indexer.row_lengths(inputs.segments, num_rows)
-    selection, nan_counts = indexer.index_top_k(
-        scores, lengths.to(device), case.top_k, block=block
-    )
+    selection, nan_counts = indexer.index_top_k(scores, lengths.to(device), case.top_k, block=block)
     assert not nan_counts.any(), f"{int(nan_counts.sum())} scores are NaN"
     for segment in inputs.segments:
         _check_scores(inputs, cache, segment, scores.cpu(), score_error)

@@ -141,9 +141,7 @@ def _latent_rows(cache, pages, slot, inside, PAGE_SIZE: tl.constexpr, DIM: tl.co
 
 
 @triton.jit
-def _load_part(
-    rows, inside, FIRST: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr
-):
+def _load_part(rows, inside, FIRST: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr):
     """SIZE elements of each row from FIRST on, padded to a power of two: zeros there, and
     outside, where an unwritten page could hold NaN."""
     dim = tl.arange(0, triton.next_power_of_2(SIZE))

@@ -92,9 +92,7 @@ def test_kernels_equal_the_references(case: LatentCase) -> None:
 @pytest.mark.parametrize(
     ("rows", "context", "top_k", "page_size"), [(129, 30, 64, 16), (70, 1000, 2048, 64)]
 )
-def test_large_trees_and_long_contexts(
-    rows: int, context: int, top_k: int, page_size: int
-) -> None:
+def test_large_trees_and_long_contexts(rows: int, context: int, top_k: int, page_size: int) -> None:
     case = LatentCase(rows, context, page_size, requests=1, top_k=top_k, dtype=torch.bfloat16)
     check(case)
 
@@ -203,7 +201,12 @@ def test_nan_among_the_scores_is_reported_with_its_row() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "heads", "selected", "expected"),
-    [(17, 64, False, (32, 32)), (17, 8, False, (32, 8)), (17, 8, True, (16, 8)), (1, 6, False, (16, 6))],
+    [
+        (17, 64, False, (32, 32)),
+        (17, 8, False, (32, 8)),
+        (17, 8, True, (16, 8)),
+        (1, 6, False, (16, 6)),
+    ],
 )
 def test_a_tile_holds_whole_groups_of_heads(
     rows: int, heads: int, selected: bool, expected: tuple[int, int]
