@@ -23,7 +23,7 @@ from trtree.build.engine_dir import (
     writing,
 )
 from trtree.build.lowering import LOWERINGS
-from trtree.build.lowering.division import Shard
+from trtree.build.lowering.division import Division, Shard
 from trtree.build.lowering.shard import RankNetworks, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
 from trtree.build.lowering.tensorrt.paged import PagedSizes
@@ -92,11 +92,14 @@ class EngineDescription:
     def request_state_bytes(self) -> int:
         """Recurrent state and convolution windows that a request keeps on one rank, whatever
         its length."""
-        networks = self.networks if self.options.on_tensorrt else self.rank(0).networks
-        states = {s.name: s for n in networks.values() for s in n.states.values()}
-        return sum(
-            math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values() if not s.paged
-        )
+        shard = Shard(0, self.options.tp)
+        states = {
+            state.name: Division(network, shard).state(state)
+            for network in self.networks.values()
+            for state in network.states.values()
+            if not state.paged
+        }
+        return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values())
 
     @property
     def num_snapshots(self) -> int:

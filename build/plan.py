@@ -92,15 +92,13 @@ def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
     per_request = description.request_state_bytes
     if not per_request:
         return []
-    networks = description.networks if options.on_tensorrt else description.rank(0).networks
-    per_row = step_state_bytes_per_row(networks["target"])
+    per_row = step_state_bytes_per_row(description.networks["target"]) // options.tp
     requests, rows = options.max_batch_size, options.max_num_rows
-    snapshots = description.num_snapshots
-    return [
-        (f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request),
-        (f"snapshots of it, {snapshots} x {size_text(per_request)}", snapshots * per_request),
-        (f"kept of a step, {rows} rows x {size_text(per_row)}", rows * per_row),
-    ]
+    table = [(f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request)]
+    if snapshots := description.num_snapshots:
+        name = f"snapshots of it, {snapshots} x {size_text(per_request)}"
+        table.append((name, snapshots * per_request))
+    return [*table, (f"kept of a step, {rows} rows x {size_text(per_row)}", rows * per_row)]
 
 
 def _tensorrt_memory(description: EngineDescription) -> list[tuple[str, int]]:

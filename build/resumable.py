@@ -11,13 +11,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 _PIECE = 1 << 22
+_QUEUED = 1 << 27  # bytes that may wait to be written; one larger buffer waits alone
 _JOURNAL = ".journal"
 
 
@@ -25,9 +28,11 @@ class ResumableFile:
     """Context manager over one file to be written in order.
 
     done: the records already in the file, by key, with their data. ``tell`` and ``write``
-    are those of a binary file; ``commit`` ends a record. Without an exception, leaving
-    the block sets ``sha256``. The journal stays, for the files beside this one may take
-    long; ``remove_journals`` ends them all.
+    are those of a binary file, but a thread of the file's own writes and hashes what
+    ``write`` was given, so that is not to change any more, and an error of the disk's is
+    raised by a later call. ``commit`` ends a record. Without an exception, leaving the
+    block sets ``sha256``. The journal stays, for the files beside this one may take long;
+    ``remove_journals`` ends them all.
     """
 
     sha256 = ""
@@ -44,6 +49,10 @@ class ResumableFile:
         self._journal = self._journal_path.open("w", encoding="utf-8")
         self._journal.writelines(f"{line}\n" for line in lines)
         self._journal.flush()
+        self._end = end
+        self._writer = ThreadPoolExecutor(1, "writer")
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._waiting_bytes = 0
 
     @property
     def name(self) -> str:
@@ -51,20 +60,18 @@ class ResumableFile:
         return self._path.name
 
     def tell(self) -> int:
-        return self._file.tell()
+        return self._end
 
     def write(self, data: Any) -> None:
         """Append bytes, or anything with a contiguous buffer."""
         view = memoryview(data).cast("B")
-        self._file.write(view)
-        self._digest.update(view)
+        self._end += len(view)
+        self._later(len(view), lambda: self._write(view))
 
     def commit(self, key: str, data: Any) -> None:
         """All that was written since the last commit is record ``key``, described by ``data``."""
-        self._file.flush()
-        record = {"key": key, "end": self.tell(), "sha256": self._digest.hexdigest(), "data": data}
-        self._journal.write(json.dumps(record) + "\n")
-        self._journal.flush()
+        end = self._end
+        self._later(0, lambda: self._commit(key, end, data))
 
     def __enter__(self) -> "ResumableFile":
         return self
@@ -75,10 +82,38 @@ class ResumableFile:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self._file.close()
-        self._journal.close()
+        try:
+            self._writer.shutdown()
+            while kind is None and self._waiting:
+                self._waiting.popleft()[0].result()
+        finally:
+            self._file.close()
+            self._journal.close()
         if kind is None:
             self.sha256 = self._digest.hexdigest()
+
+    def _later(self, size: int, act: Callable[[], None]) -> None:
+        """Have the writer do it, once there is room in the queue."""
+        while self._waiting and (
+            self._waiting[0][0].done() or self._waiting_bytes + size > _QUEUED
+        ):
+            future, written = self._waiting.popleft()
+            self._waiting_bytes -= written
+            future.result()
+        self._waiting.append((self._writer.submit(act), size))
+        self._waiting_bytes += size
+
+    def _write(self, view: memoryview) -> None:
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            self._file.write(piece)
+            self._digest.update(piece)
+
+    def _commit(self, key: str, end: int, data: Any) -> None:
+        self._file.flush()
+        record = {"key": key, "end": end, "sha256": self._digest.hexdigest(), "data": data}
+        self._journal.write(json.dumps(record) + "\n")
+        self._journal.flush()
 
     def _read_journal(self) -> tuple[int, list[str]]:
         """Take up the records that the file still holds; returns their end and lines."""

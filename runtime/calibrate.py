@@ -6,6 +6,7 @@ in the engine directory (``calibration.json``). Let nothing else run meanwhile.
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,11 +39,27 @@ def _run(args: argparse.Namespace) -> int:
     directory = EngineDir.open(args.engine)
     engine = load_engine(directory, num_threads=args.threads)
     with _progress() as on_progress:
-        costs = measure(engine, seconds=args.seconds, on_progress=on_progress)
+        costs = measure(
+            engine, seconds=args.seconds, clock=_clock(directory), on_progress=on_progress
+        )
     file = save_costs(directory, costs, args.threads)
     print(_summary(costs))
     print(f"kept in {file}")
     return 0
+
+
+def _clock(engine: EngineDir) -> Callable[[], float]:
+    """A GPU's work is over when the clock is read: commits return before it is."""
+    if not engine.manifest["backend"].startswith("tensorrt"):
+        return time.perf_counter
+    import torch
+
+    def synchronized() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return synchronized
 
 
 def _summary(costs: StepCosts) -> str:
@@ -52,6 +69,7 @@ def _summary(costs: StepCosts) -> str:
     lines = [line("target pass, ms by rows", costs.verify)]
     if costs.draft:
         lines.append(line("drafter pass, ms by requests", costs.draft))
+        lines.append(line("drafter's context, ms by committed rows", costs.extend))
     lines.append(f"a row, ms by 1000 tokens of context: {1e6 * costs.row_context_seconds:.3g}")
     return "\n".join(lines)
 

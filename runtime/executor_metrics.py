@@ -63,5 +63,15 @@ COUNTERS: tuple[tuple[str, str, Callable[[ExecutorStatistics], float]], ...] = (
     ("output_tokens", "Tokens generated", lambda s: s.output_tokens),
     ("drafted_tokens", "Draft nodes verified", lambda s: s.drafted_tokens),
     ("accepted_tokens", "Draft nodes accepted", lambda s: s.accepted_tokens),
+    (
+        "drafter_extended_tokens",
+        "Tokens committed to the drafter's context too",
+        lambda s: s.extended_tokens,
+    ),
+    (
+        "drafter_catch_ups",
+        "Times a request ran tokens again to draft",
+        lambda s: s.drafter_catch_ups,
+    ),
     ("preemptions", "Times a request's pages were taken away", lambda s: s.preemptions),
 )

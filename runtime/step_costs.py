@@ -10,8 +10,9 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,22 @@ from trtree.build.engine_dir import EngineDir, EngineDirError
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
+EXTENDED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 32  # committed tokens of each request, where the engine has room
 LONG_CONTEXT = 512
 CONTEXT_ROWS = 16  # of the step that long and short contexts are compared with
 MIN_REPEATS = 3
 _SECTION = "costs"
+_FORMAT = "2"  # of an entry: what is measured
 
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a target pass with its commit by rows, of a drafter pass by requests, and
-    what a row takes more for each committed token before it.
+    """Seconds of a target pass with its commit by rows, of a drafter pass by requests, what a
+    row takes more for each committed token before it, and what a commit takes more that extends
+    the drafter's context, by committed rows.
 
     Each is the least of several: what else the machine does can only add to it.
     """
@@ -41,15 +45,17 @@ class StepCosts:
     verify: Points
     draft: Points
     row_context_seconds: float
+    extend: Points
 
     def model(self) -> _core.CostModel:
         """The costs in between; see ``runtime/cpp/cost_model.hpp``."""
-        return _core.CostModel(self.verify, self.draft, self.row_context_seconds)
+        return _core.CostModel(self.verify, self.draft, self.row_context_seconds, self.extend)
 
 
 def machine(engine: EngineDir, num_threads: int | None = None) -> dict[str, str]:
     """What costs depend on. num_threads: of the CPU engine; default as when loading it."""
     return {
+        "format": _FORMAT,
         "processor": _processor(),
         "threads": str(num_threads or len(os.sched_getaffinity(0))),
         "gpu": _gpu(engine),
@@ -152,23 +158,32 @@ class _Measurement:
             self._long, self._long_pages = self._context, self._pages(self._context)
         most_rows = min(self._c.max_num_rows, requests * self._width)
         verify = {rows: list[float]() for rows in ROWS if rows <= most_rows}
-        draft = {n: list[float]() for n in REQUESTS if n <= requests and self._c.block_size > 1}
-        self._first_pass(verify, draft)
+        drafts = self._c.block_size > 1
+        draft = {n: list[float]() for n in REQUESTS if drafts and n <= requests}
+        extend = {n: list[float]() for n in EXTENDED if drafts and n <= most_rows}
+        commit = {n: list[float]() for n in extend}
+        passes = (
+            (verify, self._verify),
+            (draft, self._draft),
+            (extend, partial(self._commit, extend_drafter=True)),
+            (commit, partial(self._commit, extend_drafter=False)),
+        )
+        self._first_pass(passes)
         while self._time_left() or len(verify[1]) < MIN_REPEATS:
-            for rows, times in verify.items():
-                times.append(self._verify(rows))
-            for count, times in draft.items():
-                times.append(self._draft(count))
+            for times, run in passes:
+                for size, found in times.items():
+                    found.append(run(size))
         per_context = self._per_context()
         context = per_context * self._context  # of a row, in what was measured
         self._on_progress(1.0)
-        return StepCosts(_least(verify, context), _least(draft), per_context)
+        more = {n: [min(extend[n]) - min(commit[n])] for n in extend if n in commit}
+        return StepCosts(_least(verify, context), _least(draft), per_context, _least(more))
 
-    def _first_pass(self, verify: dict[int, list[float]], draft: dict[int, list[float]]) -> None:
+    def _first_pass(
+        self, passes: Sequence[tuple[dict[int, list[float]], Callable[[int], float]]]
+    ) -> None:
         """Time each size once, small ones first; drop the sizes that there is no time for."""
-        sizes: list[tuple[int, dict[int, list[float]], Callable[[int], float]]]
-        sizes = [(size, verify, self._verify) for size in verify]
-        sizes += [(size, draft, self._draft) for size in draft]
+        sizes = [(size, times, run) for times, run in passes for size in times]
         for size, times, run in sorted(sizes, key=lambda entry: entry[0]):
             if size == 1:
                 run(size)  # what is slow once
@@ -194,17 +209,33 @@ class _Measurement:
         return max(0.0, (long - short) / (rows * (self._long - self._context)))
 
     def _verify(self, rows: int) -> float:
-        """Seconds of a target pass over as few requests as can hold the rows, and its commit."""
+        """Seconds of a target pass over as few requests as can hold the rows, and of its
+        commit, which leaves the drafter's context as it is."""
+        at, started = self._step(rows)
+        self._engine.commit([_core.Commit(sequence, [0], False) for sequence, _ in at])
+        return self._clock() - started
+
+    def _commit(self, rows: int, *, extend_drafter: bool) -> float:
+        """Seconds of the commit of all rows of a target pass."""
+        at, _ = self._step(rows)
+        commits = [
+            _core.Commit(sequence, list(range(count)), extend_drafter) for sequence, count in at
+        ]
+        started = self._clock()
+        self._engine.commit(commits)
+        return self._clock() - started
+
+    def _step(self, rows: int) -> tuple[list[tuple[_core.Sequence, int]], float]:
+        """A target pass over as few requests as can hold the rows: each with its number of
+        rows, and when the pass began."""
         counts = [self._width] * (rows // self._width)
         if rows % self._width:
             counts.append(rows % self._width)
         at = [self._sequence(index) for index in range(len(counts))]
         batch = _batch(at, [self._tokens(count) for count in counts], outputs=True)
-        commits = [_core.Commit(sequence, [0], self._c.block_size > 1) for sequence in at]
         started = self._clock()
         self._engine.step(batch)
-        self._engine.commit(commits)
-        return self._clock() - started
+        return list(zip(at, counts, strict=True)), started
 
     def _draft(self, count: int) -> float:
         at = [self._sequence(index) for index in range(count)]
@@ -278,6 +309,7 @@ def _costs(engine: EngineDir, entry: dict[str, Any]) -> StepCosts:
             [(float(size), float(seconds)) for size, seconds in entry["verify"]],
             [(float(size), float(seconds)) for size, seconds in entry["draft"]],
             float(entry["row_context_seconds"]),
+            [(float(size), float(seconds)) for size, seconds in entry["extend"]],
         )
         costs.model()
     except (KeyError, TypeError, ValueError) as error:

@@ -72,6 +72,7 @@ def _line(record: RoundRecord) -> dict[str, Any]:
         "committed_length": record.committed_length,
         "rows": len(record.token_ids),
         "emitted_tokens": record.emitted_tokens,
+        "extends_drafter": record.extends_drafter,
         "queue_seconds": record.queue_seconds,
         "draft_seconds": record.draft_seconds,
         "step_seconds": record.step_seconds,

@@ -1,6 +1,7 @@
 """A conversion that was killed goes on where it stopped, and ends in the same bytes."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -131,6 +132,17 @@ def test_two_processes_do_not_fill_one_folder(tmp_path: Path) -> None:
         pytest.raises(EngineDirError, match="another process is building this engine now"),
     ):
         builder.write(description)
+
+
+def test_an_error_of_the_disk_is_raised(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(OSError, match="too large"), ResumableFile(tmp_path / "file") as file:
+            file.write(bytes(1 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not file.sha256
 
 
 def test_a_record_ends_where_it_was_committed(tmp_path: Path) -> None:

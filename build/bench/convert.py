@@ -2,18 +2,23 @@
 
 Layers of a model's shapes are repeated until the checkpoint has the size asked for. The
 rate is that of the engine's bytes, from the first read to the last byte on the disk; beside
-it stands a plain sequential write of as many bytes to the same disk. Everything written is
-removed at the end.
+it stands a plain sequential write of as many bytes to the same disk, once the checkpoint has
+made room for it. With --kill-at the conversion is killed half-way, say, and resumed: both
+parts are timed, and what was written twice is counted. Everything written is removed at the
+end.
 """
 
 import argparse
+import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +31,7 @@ from trtree.runtime.cli import byte_progress
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _PIECE = 1 << 24
-_SPARE = 1 << 30  # of the disk, left to others
+_SPARE = 2 << 30  # of the disk, left to others
 
 
 def size(text: str) -> int:
@@ -52,14 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="a bf16 checkpoint, quantized on the way"
     )
+    parser.add_argument(
+        "--kill-at",
+        type=_fraction,
+        metavar="F",
+        help="kill the conversion once this much of it is done (0.5: half), and resume it",
+    )
     parser.add_argument("--work", type=Path, metavar="DIR", help="where to write (default: /tmp)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     layers, total = _layers(args.model, args.size, args.plain)
     work_in = args.work or Path(tempfile.gettempdir())
-    # The checkpoint, the engine, and the file that measures the disk.
-    needed = total * 3 + _SPARE
+    # The checkpoint, the engine, and in the former's place the file that measures the disk.
+    needed = total * 2 + _SPARE
     free = shutil.disk_usage(work_in).free
     if free < needed:
         raise OptionError(
@@ -77,23 +88,32 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             write_random(
                 work / "checkpoint", args.model, layers=layers, plain=args.plain, progress=advance
             )
-        return _measure(options, work, layers)
+        return _measure(options, work, layers, args.kill_at)
 
 
-def _measure(options: BuildOptions, work: Path, layers: int) -> dict[str, Any]:
+def _measure(
+    options: BuildOptions, work: Path, layers: int, kill_at: float | None
+) -> dict[str, Any]:
     checkpoint = Checkpoint.open(options.checkpoint)
     stored = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
     largest = max(checkpoint.info(name).nbytes for name in checkpoint.names())
     description = builder.describe(options)
     engine_bytes = sum(description.weight_bytes(owner) for owner in description.owners())
     _forget(options.checkpoint)
+    first = _killed(options, engine_bytes, kill_at) if kill_at else {}
     with byte_progress("engine", engine_bytes) as advance, PeakMemory() as memory:
         started, used = time.perf_counter(), time.process_time()
         builder.write(description, progress=advance)
         for file in options.output.glob("*.bin"):
             _to_disk(file)
         seconds, used = time.perf_counter() - started, time.process_time() - used
+    shutil.rmtree(options.checkpoint)
     disk_seconds = _sequential_write(work / "disk", engine_bytes)
+    if first:
+        first |= {
+            "resumed_after_seconds": round(first["killed_after_seconds"] + seconds, 1),
+            "written_by_the_resumed_bytes": engine_bytes - first["kept_bytes"],
+        }
     return {
         "layers": layers,
         "checkpoint_bytes": stored,
@@ -106,7 +126,56 @@ def _measure(options: BuildOptions, work: Path, layers: int) -> dict[str, Any]:
         "of_disk": round(disk_seconds / seconds, 3),
         "largest_tensor_bytes": largest,
         "peak_anonymous_bytes": memory.grown,
+    } | first
+
+
+def _killed(options: BuildOptions, engine_bytes: int, at: float) -> dict[str, Any]:
+    """Convert in a process of its own, and kill that at a part of its way.
+
+    kept_bytes: those of finished weights, which the next conversion goes on from;
+    discarded_bytes: the rest of what was written, which it writes again.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe(duplex=False)
+    child = spawn.Process(target=_convert, args=(options, theirs))
+    child.start()
+    theirs.close()
+    done, started = 0, 0.0
+    with byte_progress("engine, to be killed", int(at * engine_bytes)) as advance:
+        while done < at * engine_bytes:
+            try:
+                count = ours.recv()
+            except EOFError:
+                raise RuntimeError("the conversion ended before it could be killed") from None
+            started = started or time.perf_counter()
+            done += count
+            advance(count)
+    child.kill()
+    child.join()
+    seconds = time.perf_counter() - started
+    kept = written = 0
+    for journal in options.output.parent.glob(f".{options.output.name}.*.partial/*.journal"):
+        records = journal.read_text().splitlines()
+        kept += json.loads(records[-1])["end"] if records else 0
+        written += journal.with_suffix("").stat().st_size
+    return {
+        "killed_after_seconds": round(seconds, 1),
+        "kept_bytes": kept,
+        "discarded_bytes": written - kept,
     }
+
+
+def _convert(options: BuildOptions, told: Connection) -> None:
+    description = builder.describe(options)
+    told.send(0)
+    builder.write(description, progress=told.send)
+
+
+def _fraction(text: str) -> float:
+    """An argparse type: a number between 0 and 1."""
+    if not 0 < (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
 
 
 def _layers(model: Path, size: int, plain: bool) -> tuple[int, int]:

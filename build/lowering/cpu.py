@@ -16,7 +16,7 @@ import torch
 
 from trtree.build.engine_dir import EngineDirWriter, plan_file, weights_file
 from trtree.build.lowering.division import TILE, WHOLE, Shard, segment_bounds
-from trtree.build.lowering.weights import View, WeightPlan, WeightReader, read_vector
+from trtree.build.lowering.weights import View, WeightPlan, WeightReader, read_linear, read_vector
 from trtree.build.network.network import (
     Network,
     NetworkError,
@@ -116,6 +116,7 @@ def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader)
         "experts": weight.experts,
         "expert_scales": [],
         "segments": [],
+        "head_sizes": list(weight.head_sizes),
         "bias_offset": -1,
     }
     if len(weight.shape) == 1:
@@ -123,6 +124,8 @@ def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader)
         return entry | {"kind": "vector"} | _append(file, values.numpy())
     if weight.experts:
         return entry | _write_experts(file, weight, checkpoint)
+    if weight.head_sizes:
+        return entry | _write_heads(file, weight, checkpoint)
     linear = checkpoint.linear(weight.modules)
     if isinstance(linear.weight, QuantizedTensor):
         entry |= {"kind": "nvfp4", "global_scale": float(linear.weight.global_scale)}
@@ -161,6 +164,19 @@ def _write_experts(file: ResumableFile, weight: Weight, checkpoint: WeightReader
     return entry | {"kind": "dense", "dtype": weight.dtype}
 
 
+def _write_heads(file: ResumableFile, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
+    """Of every head its keys' matrix, transposed, then its values'."""
+    linear = read_linear(weight, weight.modules, checkpoint)
+    assert isinstance(linear.weight, torch.Tensor)  # it is stored dense
+    keys, values = weight.head_sizes
+    places = []
+    for head in linear.weight.split(keys + values):
+        for matrix in (head[:keys].T.contiguous(), head[keys:].contiguous()):
+            places.append(_append(file, dense_cpu.pack(matrix)))
+    entry = {"offset": places[0]["offset"], "bytes": sum(place["bytes"] for place in places)}
+    return entry | {"kind": "dense", "dtype": weight.dtype}
+
+
 def _input_scale(weight: Weight, stored: torch.Tensor | None) -> float:
     if weight.activations == "bf16":
         return 0.0
@@ -184,6 +200,11 @@ def _packed_bytes(weight: Weight) -> int:
         return 4 * weight.shape[0]
     bias = 4 * weight.shape[0] if weight.has_bias else 0
     rows, k = weight.shape[-2:]
+    if weight.head_sizes:
+        keys, values = weight.head_sizes
+        dtype = getattr(torch, weight.dtype)
+        head = dense_cpu.packed_size(k, keys, dtype) + dense_cpu.packed_size(values, k, dtype)
+        return head * (rows // (keys + values))
     if weight.kind == "nvfp4":
         one = nvfp4_cpu.packed_size(rows, k)
     else:
@@ -408,8 +429,10 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
     shape = network.tensors[op.inputs[0]].shape
     if len(shape) == 3:  # [rows, heads, head_dim]
         lowered["heads"] = int(shape[1])
-    if op.kind == "rms_norm":
+    if op.kind in ("rms_norm", "layer_norm"):
         lowered["eps"] = op.attrs["eps"]
+    elif op.kind == "head_linear":
+        lowered["kind"] = {"key": "head_keys", "value": "head_values"}[op.attrs["part"]]
     elif op.kind == "route":
         lowered["routing"] = plan.routing(op)
     elif op.kind == "experts_up":
@@ -419,16 +442,22 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
     elif op.kind == "rotary_embedding":
         lowered["rope"] = plan.rope(network, op)
     elif op.kind == "tree_attention":
-        _check_head_dim(op.name, int(shape[2]))
+        _check_size(op.name, "head_dim", int(shape[2]))
         lowered["scale"] = op.attrs["scale"]
         lowered["window"] = op.attrs["window"] or 0
         lowered["causal_mask"] = op.inputs[1] == "causal_mask"
+    elif op.kind == "index_select":
+        _check_size(op.name, "index_head_dim", int(shape[2]))
+    elif op.kind == "latent_attention":
+        _check_size(op.name, "kv_lora_rank + qk_rope_head_dim", int(shape[2]))
+        _check_size(op.name, "kv_lora_rank", op.attrs["value_dim"])
+        lowered["scale"] = op.attrs["scale"]
     return lowered
 
 
-def _check_head_dim(name: str, head_dim: int) -> None:
-    if head_dim % TILE:
+def _check_size(name: str, what: str, size: int) -> None:
+    if size % TILE:
         raise NetworkError(
-            f"{name}: head_dim {head_dim} is not a multiple of {TILE}, which the cpu backend "
+            f"{name}: {what} {size} is not a multiple of {TILE}, which the cpu backend "
             "needs; use --backend reference"
         )

@@ -1,16 +1,27 @@
 """How a network's parts are divided among the ranks of a job, whatever runs them.
 
 Heads are divided evenly; KV heads fewer than ranks are held by several each, and the query
-heads that read one are divided among its holders. Other features are cut where the segments
+heads that read one are divided among its holders. A recurrence's key heads take the value heads
+that use them along. Other features are cut where the segments
 of K end (``segment_bounds``), so that the linear that reads them has whole segments on every
 rank: parts then differ by a block of 16 where the blocks do not divide evenly.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
-from trtree.build.network.network import Dim, Network, NetworkError, Op, Owner, Tensor, Weight
+from trtree.build.network.network import (
+    Dim,
+    Network,
+    NetworkError,
+    Op,
+    Owner,
+    State,
+    Tensor,
+    Weight,
+)
 from trtree.plugins.nvfp4_linear.format import BLOCK
 
 SEGMENTS = 8  # of K, whatever the number of ranks
@@ -85,16 +96,44 @@ def vocabulary_bounds(size: int, ranks: int) -> list[int]:
 
 # Ops that run on a rank's own heads or features as they do on all of them.
 ON_PARTS = frozenset(
-    {"experts_down", "kv_append", "linear", "reshape", "rms_norm", "rotary_embedding"}
-    | {"scale", "sigmoid_mul", "silu_mul", "split", "tree_attention"}
+    {"causal_conv", "concat", "experts_down", "gated_delta_net", "head_linear", "kv_append"}
+    | {"latent_attention", "linear", "reshape", "rms_norm", "rotary_embedding", "scale"}
+    | {"sigmoid_mul", "silu_mul", "split", "tree_attention"}
 )
+# Ops whose results are laid out by the heads that their operands are.
+_LAID_OUT_ALIKE = frozenset({"concat", "reshape", "split"})
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a module's rows are of: ``parts`` one after another, each of ``count`` heads.
+
+    parts: their sizes, or only how those compare. shared: ranks that outnumber the heads hold
+    one among several.
+    """
+
+    count: int
+    parts: tuple[int, ...] = (1,)
+    shared: bool = False
+
+    def rows(self, start: int, size: int, shard: Shard, what: str) -> tuple[range, ...]:
+        """A rank's of the ``size`` rows from ``start``."""
+        own = (shard.kv_heads if self.shared else shard.part)(self.count, what)
+        ranges = []
+        for part in self.parts:
+            rows = size * part // sum(self.parts)
+            per_head = rows // self.count
+            ranges.append(range(start + own.start * per_head, start + own.stop * per_head))
+            start += rows
+        return tuple(ranges)
 
 
 class Division:
     """What a network says about how its parts are divided.
 
     uses: by op, how its weights are used. kv_heads: by tensor, from a k or v projection
-    to the cache, the KV heads of all ranks; kv_modules: by owner and module likewise.
+    to the cache, the KV heads of all ranks. heads: by tensor whose features are a recurrence's,
+    its key heads. modules: by owner and module, the heads of its rows.
     """
 
     def __init__(self, network: Network, shard: Shard) -> None:
@@ -118,15 +157,17 @@ class Division:
             if op.kind == "split" and len(network.tensors[op.inputs[0]].shape) == 2
         }
         self.kv_heads: dict[str, int] = {}
-        self.kv_modules: dict[tuple[Owner, str], int] = {}
+        self.heads: dict[str, int] = {}
+        self.modules: dict[tuple[Owner, str], Heads] = {}
         for op in network.ops:
+            self._note_heads(op)
             if op.kind == "kv_append" and op.state:
                 for name in op.inputs[:2]:
                     self._follow(name, network.states[op.state].heads)
 
     def rows(self, weight: Weight) -> tuple[range, ...]:
-        """A rank's rows of a weight that is divided by them; see ``divided_rows``."""
-        return divided_rows(weight, self.kv_modules, self.shard)
+        """A rank's rows of a weight that is divided by them, in order; see ``divided_rows``."""
+        return tuple(chain(*divided_rows(weight, self.modules, self.shard)))
 
     def columns(self, weight: Weight) -> range:
         """A rank's columns of a weight that is divided by them.
@@ -171,13 +212,44 @@ class Division:
         if name in self.kv_heads:
             heads = self.kv_heads[name]
             return total // heads * len(self.shard.kv_heads(heads, f"{name}: KV heads"))
-        if name in self._splits:
-            return sum(map(self.extent, self._splits[name]))
         if rest:
             return len(self.shard.part(total, f"{name}: heads"))
+        if name in self.heads:
+            heads = self.heads[name]
+            return total // heads * len(self.shard.part(heads, f"{name}: key heads"))
+        if name in self._splits:
+            return sum(map(self.extent, self._splits[name]))
         if self.uses[self._producers[name].name] == "vocabulary":
             return len(self.shard.part(total, f"{name}: logits"))
         return len(self.shard.features(total, f"{name}: features"))
+
+    def state(self, state: State) -> State:
+        """What a rank keeps of the state of an op on parts.
+
+        Raises:
+            NetworkError: its heads do not divide.
+        """
+        if state.kind == "latent":
+            return state  # all heads share it
+        if state.kind == "kv":
+            own = self.shard.kv_heads(state.heads, f"{state.name}: KV heads")
+            return replace(state, heads=len(own))
+        if state.kind == "recurrent":
+            own = self.shard.part(state.heads, f"{state.name}: heads")
+            return replace(state, heads=len(own))
+        own = self.shard.part(state.head_dim, f"{state.name}: channels")
+        return replace(state, head_dim=len(own))
+
+    def _note_heads(self, op: Op) -> None:
+        """Of ops that say what their rows or channels are, and of what is laid out like those."""
+        if (heads := op.attrs.get("key_heads")) is not None:
+            self.heads |= dict.fromkeys(op.outputs, heads)
+            rows = Heads(heads, tuple(op.attrs.get("parts", (1,))))
+            for name in op.weights:
+                weight = self.network.weights[name]
+                self.modules |= {(weight.owner, module): rows for module in weight.modules}
+        elif op.kind in _LAID_OUT_ALIKE and all(name in self.heads for name in op.inputs):
+            self.heads |= dict.fromkeys(op.outputs, self.heads[op.inputs[0]])
 
     def _follow(self, name: str, heads: int) -> None:
         """From the cache back to the projection."""
@@ -186,7 +258,7 @@ class Division:
             self.kv_heads[name] = heads
             if op.kind == "linear":
                 weight = self.network.weights[op.weights[0]]
-                self.kv_modules[weight.owner, weight.modules[module]] = heads
+                self.modules[weight.owner, weight.modules[module]] = Heads(heads, shared=True)
                 return
             if op.kind == "split":
                 module = op.outputs.index(name)
@@ -195,7 +267,7 @@ class Division:
                 if linear.kind != "linear":
                     return
                 weight = self.network.weights[linear.weights[0]]
-                self.kv_modules[weight.owner, weight.modules[module]] = heads
+                self.modules[weight.owner, weight.modules[module]] = Heads(heads, shared=True)
                 return
             name = op.inputs[0]
 
@@ -212,18 +284,18 @@ class Division:
 
 
 def divided_rows(
-    weight: Weight, kv_modules: Mapping[tuple[Owner, str], int], shard: Shard
-) -> tuple[range, ...]:
-    """A rank's rows of a weight that is divided by them, one range per module; of stacked
-    experts, of each of them. ``kv_modules``: KV heads by owner and module."""
+    weight: Weight, modules: Mapping[tuple[Owner, str], Heads], shard: Shard
+) -> tuple[tuple[range, ...], ...]:
+    """A rank's rows of a weight that is divided by them, by module; of stacked experts, of each
+    of them. ``modules``: by owner and module, the heads of its rows, where it has any."""
     ranges = []
     for index, (module, size) in enumerate(zip(weight.modules, weight.sizes, strict=False)):
         start = sum(weight.sizes[:index])
-        heads = kv_modules.get((weight.owner, module))
+        heads = modules.get((weight.owner, module))
         if heads is not None:
-            own, head_dim = shard.kv_heads(heads, f"{module}: KV heads"), size // heads
-            ranges.append(range(start + own.start * head_dim, start + own.stop * head_dim))
+            kind = "KV" if heads.shared else "key"
+            ranges.append(heads.rows(start, size, shard, f"{module}: {kind} heads"))
             continue
         part = shard.features(size, f"{module}: out_features")
-        ranges.append(range(start + part.start, start + part.stop))
+        ranges.append((range(start + part.start, start + part.stop),))
     return tuple(ranges)

@@ -21,6 +21,7 @@ from trtree.build.lowering.weights import (
     WeightPlan,
     WeightReader,
     plan_weights,
+    read_linear,
     read_vector,
 )
 from trtree.build.network.network import Network, NetworkError, Owner, Weight
@@ -150,7 +151,7 @@ def _read_experts(weight: Weight, checkpoint: WeightReader) -> dict[str, torch.T
 def _read_linear(
     weight: Weight, modules: Sequence[str], checkpoint: WeightReader
 ) -> dict[str, torch.Tensor]:
-    linear = checkpoint.linear(modules)
+    linear = read_linear(weight, modules, checkpoint)
     parts: dict[str, torch.Tensor] = {}
     if isinstance(linear.weight, QuantizedTensor):
         parts["codes"], parts["block_scale"], parts["global_scale"] = linear.weight

@@ -10,6 +10,7 @@ divided like the target.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trtree.build.lowering.division import (
     ON_PARTS,
     SEGMENTS,
     Division,
+    Heads,
     Shard,
     Use,
     divided_rows,
@@ -33,6 +35,7 @@ from trtree.build.network.network import (
     Owner,
     Tensor,
     Weight,
+    tensor_name,
 )
 from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
 
@@ -42,8 +45,13 @@ class _Part:
     """What a rank stores of a linear: ranges of its rows (fused out_features) or of its
     columns (in_features); None: all of them. Of stacked experts: of each of them."""
 
-    rows: tuple[range, ...] | None = None
+    rows: tuple[tuple[range, ...], ...] | None = None  # by module
     columns: range | None = None
+
+    def indices(self) -> torch.Tensor:
+        """int64 [rows]: of the rows of all modules."""
+        ranges = chain(*(self.rows or ()))
+        return torch.cat([torch.arange(r.start, r.stop) for r in ranges])
 
 
 @dataclass(frozen=True)
@@ -85,17 +93,19 @@ def shard_networks(
     plan = WeightPlan({}, {})
     parts: dict[tuple[Owner, tuple[str, ...]], _Part] = {}
     uses: dict[str, set[Use]] = {}  # by stored weight, how its parts are used
-    kv_modules = {k: heads for known in divisions.values() for k, heads in known.kv_modules.items()}
+    modules = {k: heads for known in divisions.values() for k, heads in known.modules.items()}
     for name, network in networks.items():
         for op in network.ops:
             for weight_name in op.weights:
                 stored_name = weights.views[weight_name].stored
                 uses.setdefault(stored_name, set()).add(divisions[name].uses[op.name])
     for weight in weights.stored.values():
-        part = _part(weight, uses[weight.name], kv_modules, shard)
+        part = _part(weight, uses[weight.name], modules, shard)
         for expert in range(weight.experts):
             parts[weight.owner, weight.modules_of(expert)] = part
         parts[weight.owner, weight.modules] = part
+        if len(weight.shape) == 1 and part.rows is not None:
+            parts |= _vector_parts(weight, part.rows)
         plan.stored[weight.name] = _cut(weight, part)
     for name, network in networks.items():
         for op in network.ops:
@@ -120,7 +130,7 @@ def _local_name(weight: str, use: Use) -> str:
 def _part(
     weight: Weight,
     uses: set[Use],
-    kv_modules: Mapping[tuple[Owner, str], int],
+    modules: Mapping[tuple[Owner, str], Heads],
     shard: Shard,
 ) -> _Part:
     """What a rank stores of a weight: its own part if every use is of one kind."""
@@ -132,8 +142,20 @@ def _part(
         return _Part(columns=_columns(weight, shard))
     if uses == {"vocabulary"}:
         bounds = vocabulary_bounds(weight.shape[0], shard.size)
-        return _Part(rows=(range(*bounds[shard.rank : shard.rank + 2]),))
-    return _Part(rows=divided_rows(weight, kv_modules, shard))
+        return _Part(rows=((range(*bounds[shard.rank : shard.rank + 2]),),))
+    return _Part(rows=divided_rows(weight, modules, shard))
+
+
+def _vector_parts(
+    weight: Weight, rows: tuple[tuple[range, ...], ...]
+) -> dict[tuple[Owner, tuple[str, ...]], _Part]:
+    """Vectors are read tensor by tensor, each from its own first number on."""
+    parts = {}
+    for index, (module, ranges) in enumerate(zip(weight.modules, rows, strict=True)):
+        start = sum(weight.sizes[:index])
+        own = tuple(range(r.start - start, r.stop - start) for r in ranges)
+        parts[weight.owner, (tensor_name(module),)] = _Part(rows=(own,))
+    return parts
 
 
 def _columns(weight: Weight, shard: Shard) -> range:
@@ -151,7 +173,7 @@ def _cut(weight: Weight, part: _Part) -> Weight:
         return replace(weight, shape=(*weight.shape[:-1], len(part.columns)))
     if part.rows is None:
         return weight
-    sizes = tuple(map(len, part.rows))
+    sizes = tuple(sum(map(len, ranges)) for ranges in part.rows)
     if weight.experts:
         shape: tuple[int, ...] = (weight.experts, sum(sizes), weight.shape[2])
         return replace(weight, shape=shape, out_sizes=sizes * weight.experts)
@@ -186,11 +208,8 @@ class _PartReader:
 
     def tensor(self, tensor_name: str) -> torch.Tensor:
         whole = self.checkpoint.tensor(tensor_name)
-        # Vectors that ranks divide, such as input scales, are named by their tensors.
         part = self.parts.get((self.owner, (tensor_name,)))
-        if part is None or part.rows is None:
-            return whole
-        return torch.cat([whole[r.start : r.stop] for r in part.rows])
+        return whole if part is None or part.rows is None else whole.reshape(-1)[part.indices()]
 
     def linear(self, modules: Sequence[str]) -> LinearWeight:
         linear = self.checkpoint.linear(modules)
@@ -199,7 +218,7 @@ class _PartReader:
             return self._columns(linear, part.columns, modules[0])
         if part.rows is None:
             return linear
-        rows = torch.cat([torch.arange(r.start, r.stop) for r in part.rows])
+        rows = part.indices()
         weight: torch.Tensor | QuantizedTensor
         if isinstance(linear.weight, QuantizedTensor):
             weight = linear.weight._replace(
@@ -242,6 +261,9 @@ def _indexed(scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 # Networks
 
 
+_OF_ALL_RANKS = ("parallel", "key_heads", "parts")  # attributes that say how to divide
+
+
 class _NetworkShard:
     """Copies a network op by op, with the tensors of one rank."""
 
@@ -271,7 +293,7 @@ class _NetworkShard:
                 f"{'row' if use == 'row' else 'not row'}-parallel"
             )
         weights = tuple(self._weight(name, use) for name in op.weights)
-        attrs = {key: value for key, value in op.attrs.items() if key != "parallel"}
+        attrs = {key: value for key, value in op.attrs.items() if key not in _OF_ALL_RANKS}
         if use == "vocabulary":
             self._gathered(op, weights, attrs)
             return
@@ -316,10 +338,7 @@ class _NetworkShard:
         if op.state is None:
             return
         state = self._whole.states[op.state]
-        if divided:
-            own = self._shard.kv_heads(state.heads, f"{state.name}: KV heads")
-            state = replace(state, heads=len(own))
-        self.network.states[op.state] = state
+        self.network.states[op.state] = self._division.state(state) if divided else state
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
         return self._whole.tensors[name].shape

@@ -11,6 +11,7 @@ import torch
 
 from trtree.build.checkpoint import LinearWeight
 from trtree.build.network.network import Network, Owner, Weight, tensor_name
+from trtree.plugins.nvfp4_linear.format import QuantizedTensor, dequantize
 
 
 class WeightReader(Protocol):
@@ -26,6 +27,16 @@ class View(NamedTuple):
     stored: str
     first_row: int
     num_rows: int
+
+
+def read_linear(weight: Weight, modules: Sequence[str], checkpoint: WeightReader) -> LinearWeight:
+    """Some of the weight's modules as it is stored: one that is dense is dequantized where the
+    checkpoint's is not."""
+    linear = checkpoint.linear(modules)
+    if weight.kind == "nvfp4" or not isinstance(linear.weight, QuantizedTensor):
+        return linear
+    dense = dequantize(linear.weight).to(getattr(torch, weight.dtype))
+    return LinearWeight("dense", dense, None, linear.bias, linear.segment_bounds)
 
 
 class WeightPlan(NamedTuple):

@@ -20,6 +20,7 @@ from trtree.build.models.qwen3 import (
 )
 from trtree.build.network.graph import Graph, Rows
 from trtree.build.network.network import NetworkError, Tensor
+from trtree.build.network.weight_source import KeyHeads
 
 # transformers' defaults (configuration_qwen3_next.py, configuration_qwen3_5.py).
 PARTIAL_ROTARY = 0.25
@@ -39,6 +40,12 @@ class HybridConfig(Qwen3Config):
     value_dim: int
     conv_kernel: int
     norm_offset: ClassVar[float] = 1.0
+
+    @property
+    def by_key_heads(self) -> KeyHeads:
+        """How ranks divide the channels of q, k and v."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return KeyHeads(self.key_heads, (keys, keys, values))
 
 
 @dataclass(frozen=True)
@@ -134,11 +141,12 @@ def gated_attention(g: Graph, h: Tensor, rows: Rows, cfg: HybridConfig) -> Tenso
 
 
 def delta_net(g: Graph, h: Tensor, cfg: HybridConfig, project: Project) -> Tensor:
-    """h [rows, hidden] -> [rows, hidden]. With several ranks, each has it whole."""
+    """h [rows, hidden] -> [rows, hidden]. Ranks divide the key heads, and with each the value
+    heads that use it."""
     keys, values = cfg.key_heads * cfg.key_dim, cfg.value_heads * cfg.value_dim
     with g.scope("linear_attn"):
         projected = project(g, h)
-        mixed = g.causal_conv("conv1d", projected.qkv, cfg.conv_kernel)
+        mixed = g.causal_conv("conv1d", projected.qkv, cfg.conv_kernel, cfg.by_key_heads)
         q, k, v = g.split("qkv", mixed, [keys, keys, values])
         out = g.gated_delta_net(
             "delta",
@@ -150,4 +158,5 @@ def delta_net(g: Graph, h: Tensor, cfg: HybridConfig, project: Project) -> Tenso
         )
         # Behind the recurrence the norm's weight is stored as it is used.
         out = g.silu_mul("gated", projected.z, g.rms_norm("norm", out, cfg.rms_norm_eps))
-        return g.linear("out_proj", g.merge_heads("merged", out), cfg.hidden_size)
+        merged = g.merge_heads("merged", out)
+        return g.linear("out_proj", merged, cfg.hidden_size, parallel="row")

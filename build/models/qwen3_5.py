@@ -16,6 +16,7 @@ from trtree.build.models.qwen3 import gated_mlp
 from trtree.build.models.qwen3_next import expert_fields
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import Tensor
+from trtree.build.network.weight_source import KeyHeads
 from trtree.plugins.moe.contract import Routing
 
 
@@ -81,10 +82,11 @@ def build_moe(g: Graph, cfg: Qwen35MoeConfig, captured_layers: Sequence[int]) ->
 
 def _project(g: Graph, h: Tensor, cfg: HybridConfig) -> Projections:
     keys, values = cfg.key_heads * cfg.key_dim, cfg.value_heads * cfg.value_dim
-    z = g.linear("in_proj_z", h, values)
+    heads = KeyHeads(cfg.key_heads)
+    z = g.linear("in_proj_z", h, values, key_heads=heads)
     return Projections(
-        qkv=g.linear("in_proj_qkv", h, 2 * keys + values),
+        qkv=g.linear("in_proj_qkv", h, 2 * keys + values, key_heads=cfg.by_key_heads),
         z=g.split_heads("z_heads", z, cfg.value_heads),
-        a=g.linear("in_proj_a", h, cfg.value_heads),
-        b=g.linear("in_proj_b", h, cfg.value_heads),
+        a=g.linear("in_proj_a", h, cfg.value_heads, key_heads=heads),
+        b=g.linear("in_proj_b", h, cfg.value_heads, key_heads=heads),
     )

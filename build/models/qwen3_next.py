@@ -11,6 +11,7 @@ from trtree.build.models.moe import read_routing, sparse_mlp
 from trtree.build.models.qwen3 import gated_mlp
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import Tensor
+from trtree.build.network.weight_source import KeyHeads
 from trtree.plugins.moe.contract import Routing
 
 
@@ -80,9 +81,9 @@ def _project(g: Graph, h: Tensor, cfg: HybridConfig) -> Projections:
     heads, group = cfg.key_heads, cfg.value_heads // cfg.key_heads
     part = group * cfg.value_dim
     sizes = [cfg.key_dim, cfg.key_dim, part, part]
-    qkvz = g.linear("in_proj_qkvz", h, heads * sum(sizes))
+    qkvz = g.linear("in_proj_qkvz", h, heads * sum(sizes), key_heads=KeyHeads(heads))
     q, k, v, z = g.split("qkvz", g.split_heads("qkvz_heads", qkvz, heads), sizes)
-    ba = g.linear("in_proj_ba", h, 2 * cfg.value_heads)
+    ba = g.linear("in_proj_ba", h, 2 * cfg.value_heads, key_heads=KeyHeads(heads))
     b, a = g.split("ba", g.split_heads("ba_heads", ba, heads), [group, group])
     parts = [g.merge_heads(f"{name}_flat", x) for name, x in (("q", q), ("k", k), ("v", v))]
     return Projections(

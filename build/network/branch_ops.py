@@ -4,6 +4,7 @@ from typing import Literal
 
 from trtree.build.network.graph_core import GraphCore, static
 from trtree.build.network.network import NetworkError, State, Tensor
+from trtree.build.network.weight_source import KeyHeads
 
 
 class BranchOps(GraphCore):
@@ -15,13 +16,14 @@ class BranchOps(GraphCore):
             self.input("parents", ("rows",), "int32")
         return self.network.tensors["parents"]
 
-    def causal_conv(self, module: str, x: Tensor, kernel: int) -> Tensor:
+    def causal_conv(self, module: str, x: Tensor, kernel: int, heads: KeyHeads) -> Tensor:
         """x [rows, channels] -> silu of each channel's convolution over a row and its last
-        kernel - 1 ancestors; see ``plugins/causal_conv/README.md``."""
+        kernel - 1 ancestors; see ``plugins/causal_conv/README.md``. Ranks divide the
+        channels by ``heads``."""
         channels = static(x.shape[-1], f"{module}: channels")
         weight = self._weight([module], [channels * kernel], dtype="float32")
         state = self._state("conv", "conv", (kernel - 1, channels))
-        attrs = {"kernel": kernel}
+        attrs = {"kernel": kernel, **heads.attrs()}
         inputs = [x, self.parents()]
         return self._op(
             "causal_conv", module, inputs, [x.shape], weights=[weight], state=state, attrs=attrs
@@ -32,7 +34,7 @@ class BranchOps(GraphCore):
     ) -> Tensor:
         """q, k [rows, key heads, key_dim], v [rows, value heads, value_dim], a and b [rows,
         value heads] -> v's shape; parameters ``A_log`` and ``dt_bias`` at the current scope.
-        See ``plugins/gated_delta_net/README.md``.
+        Ranks divide the heads. See ``plugins/gated_delta_net/README.md``.
         """
         (_, heads, value_dim), (_, key_heads, key_dim) = v.shape, k.shape
         heads, key_heads = static(heads, name), static(key_heads, name)
@@ -46,9 +48,10 @@ class BranchOps(GraphCore):
         sizes = (heads, static(key_dim, name), static(value_dim, name))
         state = self._state("recurrent", "recurrent", sizes)
         inputs = [q, k, v, a, b, self.parents()]
-        return self._op("gated_delta_net", name, inputs, [v.shape], weights=[weight], state=state)[
-            0
-        ]
+        attrs = KeyHeads(key_heads).attrs()
+        return self._op(
+            "gated_delta_net", name, inputs, [v.shape], weights=[weight], state=state, attrs=attrs
+        )[0]
 
     def _state(
         self, name: str, kind: Literal["conv", "recurrent"], shape: tuple[int, ...]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from trtree.build.network.graph_core import GraphCore, static
 from trtree.build.network.network import DType, Owner, Tensor
-from trtree.build.network.weight_source import Parallel, WeightInfo
+from trtree.build.network.weight_source import KeyHeads, Parallel, WeightInfo
 
 
 class LinearOps(GraphCore):
@@ -28,15 +28,19 @@ class LinearOps(GraphCore):
         name: str | None = None,
         owner: Owner | None = None,
         parallel: Parallel | None = None,
+        key_heads: KeyHeads | None = None,
         dtype: DType | None = None,
     ) -> Tensor:
         """x [rows, in_features] -> [rows, out_features]: x @ weight.T (+ bias).
 
         ``name`` is the op's, where it is not the module's. ``parallel`` says how ranks
-        share it; the shapes here are those of all ranks together. ``dtype`` is the
-        result's, where it is not the network's.
+        share it; the shapes here are those of all ranks together. ``key_heads``: where
+        out_features are divided by those. ``dtype`` is the result's, where it is not the
+        network's.
         """
-        return self._linear([module], name or module, x, [out_features], owner, parallel, dtype)
+        return self._linear(
+            [module], name or module, x, [out_features], owner, parallel, dtype, key_heads
+        )
 
     def linears(
         self,
@@ -81,6 +85,7 @@ class LinearOps(GraphCore):
         owner: Owner | None,
         parallel: Parallel | None,
         dtype: DType | None = None,
+        key_heads: KeyHeads | None = None,
     ) -> Tensor:
         in_features = static(x.shape[-1], f"{name}: in_features")
         infos = self._infos(modules, sizes, in_features, owner or self._owner)
@@ -90,6 +95,7 @@ class LinearOps(GraphCore):
         shape = (*x.shape[:-1], sum(sizes))
         given = {"parallel": parallel, "dtype": dtype}
         attrs = {key: value for key, value in given.items() if value}
+        attrs |= key_heads.attrs() if key_heads else {}
         dtypes = [dtype or self.network.dtype]
         (y,) = self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)
         return y

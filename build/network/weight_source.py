@@ -1,7 +1,7 @@
 """Where a graph learns what kind of weight each module holds, and how ranks share it."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from trtree.build.network.network import Activations, Owner, WeightKind
 
@@ -9,6 +9,19 @@ from trtree.build.network.network import Activations, Owner, WeightKind
 # is split too; "row" splits in_features, and the ranks' partial results are summed. Experts
 # are shared likewise: every rank holds its part of each.
 Parallel = Literal["column", "row"]
+
+
+@dataclass(frozen=True)
+class KeyHeads:
+    """What ranks divide features by: a recurrence's key heads, ``count`` of them. The features
+    are ``parts`` one after another, each of that many heads, or of what belongs to them."""
+
+    count: int
+    parts: tuple[int, ...] = (1,)
+
+    def attrs(self) -> dict[str, Any]:
+        """Of an op that has such features."""
+        return {"parallel": "column", "key_heads": self.count, "parts": list(self.parts)}
 
 
 @dataclass(frozen=True)

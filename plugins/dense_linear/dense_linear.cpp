@@ -36,6 +36,17 @@ int64_t tile_bytes(int64_t in_features, DType dtype) {
   return (bytes + kPackedAlignment - 1) / kPackedAlignment * kPackedAlignment;
 }
 
+// [columns, K] -> [K, tile's columns].
+template <typename T>
+void transpose(const uint8_t* from, int64_t columns, int64_t in_features, uint8_t* to) {
+  constexpr auto size = static_cast<int64_t>(sizeof(T));
+  for (int64_t k = 0; k < in_features; ++k) {
+    for (int64_t c = 0; c < columns; ++c) {
+      std::memcpy(to + (k * kTileColumns + c) * size, from + (c * in_features + k) * size, size);
+    }
+  }
+}
+
 template <typename Element>
 void read_column(const uint8_t* tile, int64_t column, int64_t k, float* out) {
   for (int64_t i = 0; i < k; ++i) {
@@ -77,13 +88,17 @@ void pack(std::span<const uint8_t> weight, int64_t out_features, int64_t in_feat
                                 std::to_string(out_features * in_features * size) + " and " +
                                 std::to_string(expected));
   }
-  std::fill(packed.begin(), packed.end(), uint8_t{0});
-  for (int64_t o = 0; o < out_features; ++o) {
-    uint8_t* to =
-        packed.data() + o / kTileColumns * tile_bytes(in_features, dtype) + o % kTileColumns * size;
-    const uint8_t* from = weight.data() + o * in_features * size;
-    for (int64_t k = 0; k < in_features; ++k) {
-      std::memcpy(to + k * kTileColumns * size, from + k * size, size);
+  const int64_t tile = tile_bytes(in_features, dtype);
+  for (int64_t o = 0; o < out_features; o += kTileColumns) {
+    const int64_t columns = std::min<int64_t>(kTileColumns, out_features - o);
+    uint8_t* const to = packed.data() + o / kTileColumns * tile;
+    const uint8_t* const from = weight.data() + o * in_features * size;
+    const bool padded = columns < kTileColumns || tile != kTileColumns * in_features * size;
+    if (padded) std::fill_n(to, tile, uint8_t{0});
+    if (size == 2) {
+      transpose<uint16_t>(from, columns, in_features, to);
+    } else {
+      transpose<uint32_t>(from, columns, in_features, to);
     }
   }
 }

@@ -59,11 +59,11 @@ def gated_delta_net(
         HEADS_PAD=tiles.head_columns(heads),
         BLOCK=tiles.DECAY_ROWS,
         num_warps=tiles.WARPS,
+        num_stages=tiles.STAGES,
     )
     update = torch.empty(rows, heads, value_dim, dtype=torch.float32, device=v.device)
     out = torch.empty(rows, heads, value_dim, dtype=v.dtype, device=v.device)
-    columns = tiles.value_columns(key_dim)
-    gated_delta_net_kernel[(requests, heads, triton.cdiv(value_dim, columns))](
+    gated_delta_net_kernel[(requests, heads, triton.cdiv(value_dim, tiles.VALUE_COLUMNS))](
         q,
         k,
         v,
@@ -85,8 +85,10 @@ def gated_delta_net(
         SCALE=key_dim**-0.5,
         EPS=UNIT_EPS,
         BLOCK=tiles.ROWS,
-        BLOCK_V=columns,
+        BLOCK_K=tiles.KEY_COLUMNS,
+        BLOCK_V=tiles.VALUE_COLUMNS,
         num_warps=tiles.WARPS,
+        num_stages=tiles.STAGES,
     )
     return out, RowUpdates(k, update, decay)
 
@@ -104,8 +106,9 @@ def commit(
     """
     heads, value_dim = rows.update.shape[1:]
     key_heads, key_dim = rows.k.shape[1:]
-    columns = tiles.value_columns(key_dim)
-    gated_delta_commit_kernel[(len(num_accepted), heads, triton.cdiv(value_dim, columns))](
+    gated_delta_commit_kernel[
+        (len(num_accepted), heads, triton.cdiv(value_dim, tiles.VALUE_COLUMNS))
+    ](
         rows.k,
         rows.update,
         rows.decay,
@@ -120,6 +123,7 @@ def commit(
         GROUP=heads // key_heads,
         EPS=UNIT_EPS,
         BLOCK=tiles.COMMIT_ROWS,
-        BLOCK_V=columns,
+        BLOCK_V=tiles.VALUE_COLUMNS,
         num_warps=tiles.WARPS,
+        num_stages=tiles.STAGES,
     )

@@ -7,14 +7,12 @@
 HEAD_DIMS = (64, 128, 256)
 
 ROWS = 16  # of a block: a tensor core's least, and a budget-16 tree is two of them
+VALUE_COLUMNS = 32  # of v, updates and state per program: at 64, registers spill
+KEY_COLUMNS = 32  # of keys and queries at a time
 DECAY_ROWS = 32
 COMMIT_ROWS = 16
 WARPS = 4
-
-
-def value_columns(key_dim: int) -> int:
-    """Columns of v per program: its part of the state, 32 KiB, stays on the SM."""
-    return 32 if key_dim > 128 else 64
+STAGES = 2
 
 
 def head_columns(heads: int) -> int:

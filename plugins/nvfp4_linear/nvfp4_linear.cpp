@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -31,6 +32,18 @@ int64_t tile_bytes(int64_t in_features) {
   return (blocks + kGroupBlocks - 1) / kGroupBlocks * kGroupBytes;
 }
 
+// The low 4 nibbles of both halves, a byte each.
+uint64_t spread(uint64_t nibbles) {
+  nibbles &= 0x0000ffff0000ffff;
+  nibbles = (nibbles | nibbles << 8) & 0x00ff00ff00ff00ff;
+  return (nibbles | nibbles << 4) & 0x0f0f0f0f0f0f0f0f;
+}
+
+[[noreturn]] void refuse_scale(const std::string& name, int64_t row, int64_t block, int scale) {
+  throw std::invalid_argument(name + ": block scale " + shape_text(row, block) +
+                              " is negative or NaN (e4m3 bits " + std::to_string(scale) + ")");
+}
+
 // Rows that one thread should prepare before another is worth waking.
 int64_t grain(int64_t k) { return std::max<int64_t>(2048 / std::max<int64_t>(k, 1), 1); }
 
@@ -54,24 +67,26 @@ void pack(std::span<const uint8_t> codes, std::span<const uint8_t> block_scales,
   check_size("packed weight", packed.size(), packed_size(out_features, in_features));
   check_size("codes", codes.size(), out_features * in_features / 2);
   check_size("block scales", block_scales.size(), out_features * in_features / kBlock);
-  std::fill(packed.begin(), packed.end(), uint8_t{0});
   const int64_t blocks = in_features / kBlock;
-  for (int64_t o = 0; o < out_features; ++o) {
-    uint8_t* tile = packed.data() + o / kTileColumns * tile_bytes(in_features);
-    const int64_t column = o % kTileColumns;
+  for (int64_t o = 0; o < out_features; o += kTileColumns) {
+    uint8_t* const tile = packed.data() + o / kTileColumns * tile_bytes(in_features);
+    const int64_t columns = std::min<int64_t>(kTileColumns, out_features - o);
+    const bool padded = columns < kTileColumns || blocks % kGroupBlocks != 0;
+    if (padded) std::fill_n(tile, tile_bytes(in_features), uint8_t{0});
+    const uint8_t* const scales = block_scales.data() + o * blocks;
+    const uint8_t* const rows = codes.data() + o * blocks * kBlock / 2;
     for (int64_t b = 0; b < blocks; ++b) {
-      const uint8_t scale = block_scales[o * blocks + b];
-      if (scale > 0x80 || scale == 0x7f) {
-        throw std::invalid_argument(name + ": block scale " + shape_text(o, b) +
-                                    " is negative or NaN (e4m3 bits " + std::to_string(scale) +
-                                    ")");
-      }
-      tile[scales_offset(b) + column] = scale & 0x7f;
-      const uint8_t* from = codes.data() + (o * blocks + b) * kBlock / 2;
-      uint8_t* to = tile + codes_offset(b) + column * 4;
-      for (int64_t i = 0; i < kBlock; ++i) {
-        const int code = from[i / 2] >> (i % 2 * 4) & 15;
-        to[i / 8 * 64 + i % 4] |= static_cast<uint8_t>(i % 8 < 4 ? code : code << 4);
+      uint8_t* const to = tile + codes_offset(b);
+      uint8_t* const to_scales = tile + scales_offset(b);
+      for (int64_t c = 0; c < columns; ++c) {
+        const uint8_t scale = scales[c * blocks + b];
+        if (scale > 0x80 || scale == 0x7f) refuse_scale(name, o + c, b, scale);
+        to_scales[c] = scale & 0x7f;
+        uint64_t block;
+        std::memcpy(&block, rows + (c * blocks + b) * kBlock / 2, sizeof block);
+        const uint64_t lines = spread(block) | spread(block >> 16) << 4;
+        std::memcpy(to + c * 4, &lines, 4);
+        std::memcpy(to + 64 + c * 4, reinterpret_cast<const uint8_t*>(&lines) + 4, 4);
       }
     }
   }

@@ -28,7 +28,7 @@ def index_select(
     the rows' own keys already.
 
     Raises:
-        FloatingPointError: a visible key's score is NaN.
+        FloatingPointError: a row sees more than ``top_k`` keys, and the score of one is NaN.
     """
     check_operands(q, weights, cache.vectors.shape[2], top_k)
     selection = torch.full((len(q), top_k), NONE, dtype=torch.int32)
@@ -38,7 +38,7 @@ def index_select(
         for row in range(segment.num_rows):
             slots = seen[row].nonzero().flatten()
             of_row = scores[row, slots]
-            if of_row.isnan().any():
+            if len(slots) > top_k and of_row.isnan().any():
                 raise FloatingPointError(
                     f"index_select: NaN in the scores of row {segment.first_row + row}; "
                     "a weight or an activation overflowed"

@@ -167,7 +167,7 @@ inline void accumulate_all(const Query* queries, const float* const* values, int
 // weighted sum of values. Four queries at a time share their loads. What stands `ahead` of each
 // key, if not 0, is fetched meanwhile.
 inline void score_keys(std::span<const Query> queries, const float* const* keys, int64_t n,
-                       int64_t at, int64_t d, float scale, int64_t ahead) {
+                       int64_t at, int64_t d, float scale, int64_t ahead = 0) {
   for (int64_t i = 0; i < n; i += 4) {
     const int count = n - i < 4 ? static_cast<int>(n - i) : 4;
     const float* four[4];
@@ -186,7 +186,7 @@ inline void score_keys(std::span<const Query> queries, const float* const* keys,
 }
 
 inline void sum_values(std::span<const Query> queries, const float* const* values, int64_t n,
-                       int64_t at, int64_t d, int64_t ahead) {
+                       int64_t at, int64_t d, int64_t ahead = 0) {
   size_t q = 0;
   for (; q + 4 <= queries.size(); q += 4, ahead = 0) {
     accumulate_all<4>(&queries[q], values, n, at, d, ahead);
@@ -263,7 +263,7 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
   for (size_t r = 0; r < scratch.tails.size(); ++r) {
     const auto [first, count] = scratch.tails[r];
     score_keys(queries.subspan(r * group, group), scratch.keys.data() + first, count, prefix, d,
-               attention.scale, 0);
+               attention.scale);
   }
   for (Query& query : queries) query.total = softmax(query.weights, query.visible);
 
@@ -275,7 +275,7 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
   }
   for (size_t r = 0; r < scratch.tails.size(); ++r) {
     const auto [first, count] = scratch.tails[r];
-    sum_values(queries.subspan(r * group, group), scratch.keys.data() + first, count, prefix, d, 0);
+    sum_values(queries.subspan(r * group, group), scratch.keys.data() + first, count, prefix, d);
   }
   for (const Query& query : queries) {
     for (int64_t i = 0; i < d; i += kLanes) store(query.out + i, load(query.out + i) / query.total);

@@ -67,19 +67,22 @@ def report(
     for sm in sms:
         chosen = [spec for head_dim in head_dims for spec in kernel_specs(sm, head_dim)]
         for spec in [*chosen, *tree_specs()]:
-            taken = compile_kernel(spec, sm, cache).resources
-            kernels.append(
-                {
-                    "name": spec.name,
-                    "sm": sm,
-                    "head_dim": spec.head_dim,
-                    "registers": taken.registers,
-                    "shared_bytes": taken.shared_bytes,
-                    "shared_limit": SHARED_LIMIT[sm],
-                    "spills": taken.spills,
-                }
-            )
+            kernels.append(figures(spec, sm, cache))
     return {"kernels": kernels}
+
+
+def figures(spec: KernelSpec, sm: int, cache: Path | None = None) -> dict[str, Any]:
+    """One row of a report."""
+    taken = compile_kernel(spec, sm, cache).resources
+    return {
+        "name": spec.name,
+        "sm": sm,
+        "head_dim": spec.head_dim,
+        "registers": taken.registers,
+        "shared_bytes": taken.shared_bytes,
+        "shared_limit": SHARED_LIMIT[sm],
+        "spills": taken.spills,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,11 +97,12 @@ def main(argv: list[str] | None = None) -> int:
         json.dump(result, sys.stdout, indent=1)
         print()
     else:
-        _print_table(result["kernels"])
+        print_table(result["kernels"])
     return 0
 
 
-def _print_table(kernels: list[dict[str, Any]]) -> None:
+def print_table(kernels: list[dict[str, Any]]) -> None:
+    """Rows of ``figures``."""
     table = Table("kernel", "SM", "head", "registers", "shared", "limit", "spills")
     for row in kernels:
         table.add_row(*("" if value is None else str(value) for value in row.values()))

@@ -38,10 +38,18 @@ struct ActiveRequest {
   std::vector<TokenLogProbs> prompt_log_probs;  // until the first response
   Clock::time_point arrived = Clock::now();
   int32_t rounds_skipped = 0;  // since it last ran
+  bool admitted = false;       // at some time
+
+  // Whether the drafter's context follows every commit. Where that ended with drafter_length
+  // tokens, the request cannot draft until it has run the others again.
+  bool keeps_drafter = false;
+  int32_t drafter_length = 0;
+  int32_t probe_trees = 0;  // to draft although requests like it do not
 
   // This round's rows: a prompt chunk's first tokens, or a draft tree.
   int32_t chunk = 0;
   SpeculativeConfig drafting;  // what the policy makes of the request's own
+  bool drafts = false;         // the policy lets it
   ddtree::Tree tree;
 
   int32_t num_tokens() const { return static_cast<int32_t>(tokens.size()); }

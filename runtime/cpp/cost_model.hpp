@@ -24,10 +24,11 @@ class CostCurve {
 };
 
 struct CostModel {
-  CostCurve verify;  // a target pass and its commit, by rows
+  CostCurve verify;  // a target pass and its commit without the drafter's context, by rows
   CostCurve draft;   // a drafter pass, by requests
   // In addition, a row's attention takes this for each committed token before it.
   double row_context_seconds = 0.0;
+  CostCurve extend = CostCurve();  // extending the drafter's context, by committed rows
 
   double verify_seconds(double rows, double mean_context) const {
     return verify(rows) + row_context_seconds * rows * mean_context;

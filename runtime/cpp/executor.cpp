@@ -96,6 +96,7 @@ std::vector<Response> Executor::await_responses(double timeout_seconds) {
   std::vector<Response> responses;
   while (responses.empty()) {
     responses = take_mail();
+    turn_drafting();
     admit();
     if (!responses.empty()) break;
     if (active_.empty()) {
@@ -218,32 +219,35 @@ void Executor::admit() {
   }
 }
 
-// A request gets in with room for all its tokens so far, so that it is not pre-empted
-// before it has decoded any.
+// Tokens that there has to be room for: all a request has so far, so that it is not pre-empted
+// before it has decoded any, or all it can ever have.
+int32_t Executor::admission_tokens(const ActiveRequest& request) const {
+  return no_evict() ? request.num_prompt() + request.request.max_tokens : request.num_tokens();
+}
+
 bool Executor::admit(ActiveRequest& request) {
-  const bool no_evict = config_.scheduler_config.capacity_scheduler_policy ==
-                        CapacitySchedulerPolicy::kGuaranteedNoEvict;
-  const int32_t tokens =
-      no_evict ? request.num_prompt() + request.request.max_tokens : request.num_tokens();
-  const int32_t pages = pages_for(request.request, tokens);
+  const int32_t pages = pages_for(request.request, admission_tokens(request));
+  const bool keeps_drafter = admit_to_draft(request);
   // At least one row has to run; a prompt whose log-probs are wanted has to run whole.
   KvPages::Prefix prefix;
   if (request.request.output.prompt_log_probs < 0) {
     const auto reusable = std::span(request.tokens).first(request.num_tokens() - 1);
-    prefix = pages_.acquire_prefix(request.lease, reusable, request.speculative());
+    prefix = pages_.acquire_prefix(request.lease, reusable, keeps_drafter);
     request.committed_length = prefix.length;
     request.snapshots = {prefix.paged, prefix.length, prefix.length};
   }
   const int32_t missing = pages - static_cast<int32_t>(request.lease.pages.size());
-  if (missing > pages_.num_available() || (no_evict && !pages_.grow(request.lease, pages))) {
+  if (missing > pages_.num_available() || (no_evict() && !pages_.grow(request.lease, pages))) {
     pages_.release(request.lease);
     request.committed_length = 0;
     return false;
   }
+  request.keeps_drafter = keeps_drafter;
+  request.drafter_length = 0;
   request.slot = free_slots_.back();
   free_slots_.pop_back();
   if (prefix.snapshot >= 0) load_state(request, prefix.snapshot);
-  if (request.statistics.preemptions == 0) {
+  if (!std::exchange(request.admitted, true)) {
     request.statistics.queue_seconds =
         std::chrono::duration<double>(ActiveRequest::Clock::now() - request.arrived).count();
     request.statistics.cached_tokens = request.committed_length;
@@ -314,20 +318,6 @@ void Executor::requeue_preempted() {
     const auto at = std::upper_bound(queue_.begin(), queue_.end(), *request, by_arrival);
     queue_.insert(at, std::move(*request));
     request = active_.erase(request);
-  }
-}
-
-// What each decoding request drafts in this round, by its policy.
-void Executor::choose_drafting(std::span<ActiveRequest* const> requests) {
-  const auto decoding = static_cast<int32_t>(std::count_if(
-      requests.begin(), requests.end(), [](const auto* r) { return !r->prefilling(); }));
-  const int32_t load_rows =
-      config_.load_rows > 0 ? config_.load_rows : default_load_rows(capabilities_);
-  for (ActiveRequest* request : requests) {
-    request->drafting = request->request.speculative;
-    if (request->drafting.policy == BudgetPolicy::kLoad) {
-      request->drafting = under_load(request->drafting, capabilities_, decoding, load_rows);
-    }
   }
 }
 

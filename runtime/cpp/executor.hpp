@@ -72,6 +72,8 @@ struct ExecutorStatistics {
   int64_t finished_requests = 0;
   int64_t cancelled_requests = 0;
   int64_t preemptions = 0;
+  int64_t extended_tokens = 0;       // committed to the drafter's context too
+  int64_t drafter_catch_ups = 0;     // times a request ran tokens again to draft
   int64_t prompt_tokens = 0;         // of admitted requests
   int64_t cached_prompt_tokens = 0;  // of those, taken from the prefix cache
   int64_t output_tokens = 0;
@@ -132,17 +134,34 @@ class Executor {
   void publish_statistics();
   bool paged() const { return capabilities_.kv_layout == KvLayout::kPaged; }
   bool reuses_prefixes() const;
+  bool no_evict() const {
+    return config_.scheduler_config.capacity_scheduler_policy ==
+           CapacitySchedulerPolicy::kGuaranteedNoEvict;
+  }
   int32_t pages_for(const Request& request, int32_t tokens) const;
+  int32_t admission_tokens(const ActiveRequest& request) const;
   void admit();
   bool admit(ActiveRequest& request);
   void load_state(ActiveRequest& request, int32_t snapshot);
   std::vector<ActiveRequest*> schedule();
-  void choose_drafting(std::span<ActiveRequest* const> requests);
   bool make_room(ActiveRequest& request, std::vector<ActiveRequest*>& scheduled);
   void preempt(ActiveRequest& request);
   void requeue_preempted();
   void leave(ActiveRequest& request);
   void retire(const std::vector<Response>& responses);
+
+  // Who drafts: executor_drafting.cpp.
+  void turn_drafting();
+  RoundLoad steady_load() const;
+  void end_drafting();
+  void begin_drafting(const RoundLoad& load);
+  bool admit_to_draft(ActiveRequest& request);
+  bool may_probe(const ActiveRequest& request) const;
+  void choose_probe(const RoundLoad& load);
+  int32_t missing_tokens(const ActiveRequest& request) const;
+  bool has_room_again(const ActiveRequest& request) const;
+  void catch_up(ActiveRequest& request);
+  void choose_drafting(std::span<ActiveRequest* const> requests);
 
   // One round: executor_round.cpp.
   struct RowOutputs;
@@ -155,6 +174,7 @@ class Executor {
   void keep_snapshots(ActiveRequest& request, const Commit& commit);
   void keep(std::vector<RoundRecord> records, const RoundTimes& times);
   void draft(const std::vector<ActiveRequest*>& scheduled);
+  bool adaptive_drafts(const std::vector<ActiveRequest*>& scheduled) const;
   void fit_budgets(const std::vector<ActiveRequest*>& scheduled);
   RoundLoad load_of(const std::vector<ActiveRequest*>& scheduled) const;
   void count_step(const std::vector<ActiveRequest*>& scheduled, const RowBatch& batch);
@@ -169,6 +189,8 @@ class Executor {
   const ExecutorConfig config_;
   KvPages pages_;
   std::optional<AdaptiveBudget> adaptive_;
+  AdaptiveBudget::Phase phase_ = AdaptiveBudget::Phase::kLearning;  // of adaptive requests
+  int32_t plain_rounds_ = 0;                                        // since that was another
   std::vector<int32_t> free_slots_;
   Requests queue_;   // in order of arrival
   Requests active_;  // in order of arrival

@@ -111,6 +111,8 @@ void bind_statistics(nb::module_& m) {
       .def_ro("finished_requests", &S::finished_requests)
       .def_ro("cancelled_requests", &S::cancelled_requests)
       .def_ro("preemptions", &S::preemptions)
+      .def_ro("extended_tokens", &S::extended_tokens)
+      .def_ro("drafter_catch_ups", &S::drafter_catch_ups)
       .def_ro("prompt_tokens", &S::prompt_tokens)
       .def_ro("cached_prompt_tokens", &S::cached_prompt_tokens)
       .def_ro("output_tokens", &S::output_tokens)

@@ -135,7 +135,7 @@ std::vector<Response> Executor::settle(const std::vector<ActiveRequest*>& schedu
     output += outputs;
     logits += floats;
 
-    Commit commit{segment.sequence, {}, request.speculative()};
+    Commit commit{segment.sequence, {}, request.keeps_drafter};
     Response response = accept(request, own, commit.rows);
     take_snapshots(request, commit);
     if (config_.record_rounds) records.push_back(record_of(request, batch, i, commit, response));
@@ -145,8 +145,10 @@ std::vector<Response> Executor::settle(const std::vector<ActiveRequest*>& schedu
   engine_.commit(commits);
   for (size_t i = 0; i < scheduled.size(); ++i) {
     ActiveRequest& request = *scheduled[i];
-    request.committed_length += static_cast<int32_t>(commits[i].rows.size());
-    pages_.publish(request.lease, request.committed(), request.speculative());
+    const auto rows = static_cast<int32_t>(commits[i].rows.size());
+    request.committed_length += rows;
+    if (request.keeps_drafter) statistics_.extended_tokens += rows;
+    pages_.publish(request.lease, request.committed(), request.keeps_drafter);
     keep_snapshots(request, commits[i]);
     if (responses[i].token_ids.empty()) continue;
     responses[i].prompt_log_probs = std::exchange(request.prompt_log_probs, {});
@@ -196,14 +198,15 @@ void Executor::keep(std::vector<RoundRecord> records, const RoundTimes& times) {
 RoundLoad Executor::load_of(const std::vector<ActiveRequest*>& scheduled) const {
   RoundLoad load{.requests = 0};
   for (const ActiveRequest* request : scheduled) {
-    if (request->chunk > 0) {
-      load.other_rows += request->chunk;
-    } else if (request->adaptive()) {
+    if (request->chunk == 0 && request->adaptive() && request->drafts) {
       ++load.requests;
       load.mean_context += request->committed_length;
-    } else {
-      load.other_rows += verify_rows(capabilities_, request->drafting);
+      continue;
     }
+    ++load.other_requests;
+    load.other_rows += request->chunk > 0    ? request->chunk
+                       : request->adaptive() ? 1
+                                             : verify_rows(capabilities_, request->drafting);
   }
   load.mean_context /= std::max(1, load.requests);
   load.max_nodes = capabilities_.max_num_rows - load.other_rows - load.requests;
@@ -220,8 +223,19 @@ void Executor::fit_budgets(const std::vector<ActiveRequest*>& scheduled) {
     trees.push_back(&request->tree);
   }
   if (trees.empty()) return;
-  const std::vector<int32_t> nodes = adaptive_->choose(load_of(scheduled), trees);
+  // What is only tried verifies a node at least: nothing else tells what is accepted.
+  const int32_t least = phase_ == AdaptiveBudget::Phase::kDrafting ? 0 : 1;
+  const std::vector<int32_t> nodes = adaptive_->choose(load_of(scheduled), trees, least);
   for (size_t i = 0; i < requests.size(); ++i) requests[i]->tree.keep_first(nodes[i]);
+}
+
+// Whether adaptive requests draft in this round, those that may.
+bool Executor::adaptive_drafts(const std::vector<ActiveRequest*>& scheduled) const {
+  const RoundLoad load = load_of(scheduled);
+  if (load.requests == 0 || load.max_nodes <= 0) return false;
+  const bool chunks =
+      std::any_of(scheduled.begin(), scheduled.end(), [](const auto* r) { return r->chunk > 0; });
+  return !chunks || phase_ != AdaptiveBudget::Phase::kDrafting || adaptive_->pays(load);
 }
 
 // One drafter pass for all decoding requests that can use one.
@@ -229,12 +243,11 @@ void Executor::draft(const std::vector<ActiveRequest*>& scheduled) {
   std::vector<ActiveRequest*> drafted;
   std::vector<DraftRequest> requests;
   int32_t top_k = 1;
-  const RoundLoad load = load_of(scheduled);
-  const bool adaptive_draft = load.requests > 0 && adaptive_->should_draft(load);
+  const bool adaptive_draft = adaptive_drafts(scheduled);
   for (ActiveRequest* request : scheduled) {
     if (request->chunk > 0) continue;
     request->tree = ddtree::chain({});
-    if (request->adaptive() && !adaptive_draft) continue;
+    if (request->adaptive() && !(adaptive_draft && request->drafts)) continue;
     const SpeculativeConfig& config = request->drafting;
     if (useful_depth(capabilities_, config, request->tokens_wanted()) == 0) continue;
     drafted.push_back(request);
@@ -305,6 +318,7 @@ Response Executor::accept(ActiveRequest& request, const RowOutputs& outputs,
     const auto emitted = static_cast<int32_t>(response.token_ids.size());
     const int32_t nodes = request.tree.num_rows() - 1;
     const auto accepted = static_cast<int32_t>(rows.size()) - 1;
+    if (nodes > 0 && request.probe_trees > 0) --request.probe_trees;
     // An output that ends early says nothing of the nodes behind its end.
     if (request.adaptive() && nodes > 0 && !response.finished()) {
       adaptive_->observe(request.tree, accepted);
@@ -359,6 +373,7 @@ RoundRecord Executor::record_of(const ActiveRequest& request, const RowBatch& ba
   if (!record.prefill) record.parents = request.tree.parents;
   record.accepted = commit.rows;
   record.emitted_tokens = static_cast<int32_t>(response.token_ids.size());
+  record.extends_drafter = commit.extend_drafter;
   record.tree_budget = record.prefill       ? 0
                        : request.adaptive() ? request.tree.num_rows() - 1
                                             : verify_rows(capabilities_, request.drafting) - 1;

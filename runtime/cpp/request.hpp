@@ -108,8 +108,9 @@ struct RoundRecord {
   std::vector<int32_t> parents;    // of each row, -1 the root's; empty for a chunk
   std::vector<int32_t> accepted;   // rows
   int32_t emitted_tokens = 0;
-  int32_t tree_budget = 0;     // the policy's choice
-  double queue_seconds = 0.0;  // from enqueue_request to the first admission
+  bool extends_drafter = false;  // the accepted rows are in the drafter's context too
+  int32_t tree_budget = 0;       // the policy's choice
+  double queue_seconds = 0.0;    // from enqueue_request to the first admission
   // Of the whole round, shared by its requests.
   double draft_seconds = 0.0;
   double step_seconds = 0.0;

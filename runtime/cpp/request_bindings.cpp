@@ -202,6 +202,7 @@ void bind_round_record(nb::module_& m) {
       .def_ro("parents", &RoundRecord::parents)
       .def_ro("accepted", &RoundRecord::accepted)
       .def_ro("emitted_tokens", &RoundRecord::emitted_tokens)
+      .def_ro("extends_drafter", &RoundRecord::extends_drafter)
       .def_ro("tree_budget", &RoundRecord::tree_budget)
       .def_ro("queue_seconds", &RoundRecord::queue_seconds)
       .def_ro("draft_seconds", &RoundRecord::draft_seconds)

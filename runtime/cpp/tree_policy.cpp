@@ -13,7 +13,11 @@ namespace {
 
 // The memory of the sums of accepted and expected nodes, and of the mean worths, in trees.
 constexpr double kMemory = 128.0;
-constexpr double kProfileMemory = 32.0;
+// Trees from which worths are known well enough to judge by.
+constexpr double kLearntFrom = 32.0;
+// Rounds after which a verdict is looked at again although the load is what it was: contexts
+// grow, and acceptance drifts, slowly. Judging takes longer than all else of the policy.
+constexpr int32_t kVerdictRounds = 16;
 // Nodes that a depth without observations counts as expected, with the correction of the
 // depth above it.
 constexpr double kPrior = 1.0;
@@ -60,27 +64,71 @@ AdaptiveBudget::AdaptiveBudget(CostModel costs) : costs_(std::move(costs)) {
   }
 }
 
-bool AdaptiveBudget::should_draft(const RoundLoad& load) {
-  const size_t requests = std::max(1, load.requests);
-  if (best(load, std::vector<double>(kLongestDraft * requests, 1.0)).gain <= 0.0) return false;
-  if (trees_seen_ < kProfileMemory) return true;
+AdaptiveBudget::Phase AdaptiveBudget::phase(const RoundLoad& load) {
+  const bool same = load.requests == judged_.requests && load.other_rows == judged_.other_rows &&
+                    load.other_requests == judged_.other_requests &&
+                    (load.max_nodes > 0) == (judged_.max_nodes > 0);
+  if (!same || phase_ == Phase::kLearning || ++verdict_age_ >= kVerdictRounds) {
+    phase_ = judge(load);
+    judged_ = load;
+    verdict_age_ = 0;
+  }
+  if (phase_ == Phase::kPlain) {
+    ++plain_rounds_;
+    plain_seconds_ += costs_.verify_seconds(load.requests + load.other_rows, load.mean_context);
+  }
+  return phase_;
+}
+
+AdaptiveBudget::Phase AdaptiveBudget::judge(const RoundLoad& load) {
+  const std::vector<double> all_accepted(kLongestDraft * std::max(1, load.requests), 1.0);
+  could_pay_ = best(load, all_accepted).gain > 0.0;
+  if (!could_pay_) return Phase::kPlain;
+  if (trees_seen_ < kLearntFrom) return Phase::kLearning;
+  const double needed =
+      phase_ == Phase::kDrafting ? 0.0 : kMargin * (load.requests + load.other_requests);
+  return expected(load).gain > needed ? Phase::kDrafting : Phase::kPlain;
+}
+
+// Of trees as they have been of late.
+AdaptiveBudget::Outcome AdaptiveBudget::expected(const RoundLoad& load) const {
   std::vector<double> worths;
   for (const double worth : falling(profile_)) {
-    worths.insert(worths.end(), requests, worth);
+    worths.insert(worths.end(), std::max(1, load.requests), worth);
   }
-  if (best(load, worths).gain <= 0.0) {
-    ++rounds_without_;
-    seconds_without_ += costs_.verify_seconds(load.requests + load.other_rows, load.mean_context);
-    if (rounds_without_ < kProbeInterval) return false;
-    if (costs_.draft(load.requests) > kProbeShare * seconds_without_) return false;
-  }
-  rounds_without_ = 0;
-  seconds_without_ = 0.0;
-  return true;
+  return best(load, worths);
+}
+
+double AdaptiveBudget::seconds_saved(const RoundLoad& load) const {
+  const Outcome outcome = expected(load);
+  return outcome.gain / outcome.price / (load.requests + load.other_requests);
+}
+
+double AdaptiveBudget::rerun_seconds(const RoundLoad& load, int32_t tokens) const {
+  const double due = load.requests + load.other_rows;
+  return costs_.verify_seconds(due + tokens, load.mean_context) -
+         costs_.verify_seconds(due, load.mean_context);
+}
+
+double AdaptiveBudget::probe_seconds(const RoundLoad& load, int32_t missing_tokens,
+                                     int32_t extended_tokens) const {
+  return rerun_seconds(load, missing_tokens) + costs_.extend(extended_tokens) +
+         kProbeTrees * (costs_.draft(1) + rerun_seconds(load, 1) + costs_.extend(1));
+}
+
+bool AdaptiveBudget::probe_due(double seconds) const {
+  return phase_ == Phase::kPlain && could_pay_ && plain_rounds_ >= kProbeInterval &&
+         seconds <= kProbeShare * plain_seconds_;
+}
+
+void AdaptiveBudget::begin_probe() {
+  plain_rounds_ = 0;
+  plain_seconds_ = 0.0;
 }
 
 std::vector<int32_t> AdaptiveBudget::choose(const RoundLoad& load,
-                                            std::span<const ddtree::Tree* const> trees) {
+                                            std::span<const ddtree::Tree* const> trees,
+                                            int32_t least) {
   struct Node {
     double rank;  // its worth, or the mean of the stretch it belongs to
     double worth;
@@ -103,32 +151,44 @@ std::vector<int32_t> AdaptiveBudget::choose(const RoundLoad& load,
   std::vector<int32_t> kept(trees.size());
   const size_t taken = best(load, sorted).nodes;
   for (size_t i = 0; i < taken; ++i) ++kept[nodes[i].tree];
+  int32_t left = std::max(0, load.max_nodes) - static_cast<int32_t>(taken);
+  for (size_t t = 0; t < trees.size(); ++t) {
+    const int32_t wanted = std::min(least, static_cast<int32_t>(all[t].size()));
+    const int32_t more = std::clamp(wanted - kept[t], 0, std::max(0, left));
+    kept[t] += more;
+    left -= more;
+  }
   return kept;
 }
 
 // Of the first so many of `worths`, which all are worth most. The price of a second is the
-// most tokens that a round of these requests alone can bring in one, drafting or not.
+// most tokens that a round of the requests in work alone can bring in one, drafting or not:
+// that is what a longer round costs.
 AdaptiveBudget::Outcome AdaptiveBudget::best(const RoundLoad& load,
                                              std::span<const double> worths) const {
   const size_t most = std::min<size_t>(worths.size(), std::max(0, load.max_nodes));
   const auto verify = [&](double rows) { return costs_.verify_seconds(rows, load.mean_context); };
   const double requests = load.requests;
+  const double all = requests + load.other_requests;
   const double draft = costs_.draft(requests);
-  double price = requests / verify(requests);
-  double tokens = requests;
+  double price = all / verify(all);
+  double more = 0.0;  // tokens from nodes
   for (size_t n = 0; n <= most; ++n) {
-    if (n > 0) tokens += worths[n - 1];
-    price = std::max(price, tokens / (draft + verify(requests + static_cast<double>(n))));
+    if (n > 0) more += worths[n - 1];
+    const double seconds =
+        draft + verify(all + static_cast<double>(n)) + costs_.extend(requests + more);
+    price = std::max(price, (all + more) / seconds);
   }
 
   const double due = requests + load.other_rows;
-  Outcome outcome{0, -price * draft};
-  tokens = 0.0;
+  Outcome outcome{0, -price * (draft + costs_.extend(requests)), price};
+  more = 0.0;
   for (size_t n = 1; n <= most; ++n) {
-    tokens += worths[n - 1];
-    const double seconds = draft + verify(due + static_cast<double>(n)) - verify(due);
-    const double gain = tokens - price * seconds;
-    if (gain > outcome.gain) outcome = {n, gain};
+    more += worths[n - 1];
+    const double seconds =
+        draft + verify(due + static_cast<double>(n)) - verify(due) + costs_.extend(requests + more);
+    const double gain = more - price * seconds;
+    if (gain > outcome.gain) outcome = {n, gain, price};
   }
   return outcome;
 }
@@ -149,7 +209,7 @@ std::vector<double> AdaptiveBudget::worths(const ddtree::Tree& tree) const {
 void AdaptiveBudget::remember(std::span<const std::vector<double>> trees) {
   for (const std::vector<double>& tree : trees) {
     // The plain mean, until there are as many trees as the memory holds.
-    trees_seen_ = std::min(trees_seen_ + 1.0, kProfileMemory);
+    trees_seen_ = std::min(trees_seen_ + 1.0, kMemory);
     profile_.resize(std::max(profile_.size(), tree.size()));
     for (size_t i = 0; i < profile_.size(); ++i) {
       const double worth = i < tree.size() ? tree[i] : 0.0;

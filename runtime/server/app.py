@@ -53,6 +53,8 @@ class Settings:
     Args:
         speculative: what requests that say nothing draft.
         api_key: what ``/v1`` asks for as a bearer token, if anything.
+        max_unread_bytes: what a stream's client may leave unread, about, before the stream ends.
+        stall_seconds: how long a client may take for the next part of a body.
         health: by rank, None or what is wrong; may block.
     """
 
@@ -60,6 +62,8 @@ class Settings:
     speculative: Speculative = field(default_factory=Speculative)
     api_key: str | None = None
     max_body_bytes: int = 4 << 20
+    max_unread_bytes: int = 8 << 20
+    stall_seconds: float = 60
     health: Callable[[], Mapping[int, str | None]] = lambda: {0: None}
 
 
@@ -141,7 +145,7 @@ class Api:
         answer: Format,
         prepare: Callable[[], list[Submission]],
     ) -> Response:
-        outputs = Outputs(self.service)
+        outputs = Outputs(self.service, self.settings.max_unread_bytes)
 
         def submit() -> int:
             submissions = prepare()
@@ -194,7 +198,7 @@ async def _events(
         for index, chunk in batch:
             if chunk.finish is not None:
                 usages[index] = chunk.finish.usage
-                error = error or _failure(chunk.finish)
+                error = error or _too_slow(outputs) or _failure(chunk.finish)
             if error is None:
                 events += [_event(part) for part in answer.parts(index, chunk)]
         if events:
@@ -209,6 +213,12 @@ async def _events(
 
 def _event(data: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def _too_slow(outputs: Outputs) -> ApiError | None:
+    if not outputs.overrun:
+        return None
+    return ApiError(408, "the request was cancelled: its client left too much of the stream unread")
 
 
 def _failure(finish: Finish) -> ApiError | None:
@@ -237,12 +247,14 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
         redoc_url=None,
         lifespan=lifespan,
         responses=_ERRORS,
+        redirect_slashes=False,
     )
     errors.install(app)
     app.add_middleware(
         Guard,
         api_key=settings.api_key,
         max_body_bytes=settings.max_body_bytes,
+        stall_seconds=settings.stall_seconds,
         on_status=metrics.on_response,
     )
 

@@ -116,13 +116,22 @@ def _serve(
     values = {"mode": options.mode, "tree_budget": options.tree_budget, "policy": options.policy}
     speculative = Speculative.model_validate(values)
     _warm_up(service, speculative)
-    settings = Settings(options.model, speculative, api_key, options.max_body_mib << 20, health)
+    settings = Settings(
+        options.model,
+        speculative,
+        api_key,
+        max_body_bytes=options.max_body_mib << 20,
+        max_unread_bytes=options.max_unread_mib << 20,
+        stall_seconds=options.stall_seconds,
+        health=health,
+    )
     _raise_file_limit()
     http.serve(
         create_app(service, settings),
         service,
         sock,
         drain_seconds=options.drain_seconds,
+        stall_seconds=options.stall_seconds,
         on_ready=lambda: _announce(http.url(sock), options, with_key=api_key is not None),
     )
     return 0 if service.failure is None else 1
@@ -253,6 +262,21 @@ def _parser() -> argparse.ArgumentParser:
         type=integer(0, 86400),
         metavar="S",
         help=f"how long open requests may go on after SIGTERM (default: {default.drain_seconds})",
+    )
+    parser.add_argument(
+        "--stall-seconds",
+        type=integer(1, 86400),
+        metavar="S",
+        help="drop a client that sends nothing of its request, or takes nothing of its answer, "
+        "for so long "
+        f"(default: {default.stall_seconds})",
+    )
+    parser.add_argument(
+        "--max-unread-mib",
+        type=integer(1, 1024),
+        metavar="N",
+        help="end a stream whose client is this far behind, in MiB of output "
+        f"(default: {default.max_unread_mib})",
     )
     parser.add_argument(
         "--trace",

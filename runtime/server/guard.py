@@ -1,5 +1,6 @@
-"""What stands before the application: the API key, the size of bodies, counts by status."""
+"""What stands before the application: the API key, size and pace of bodies, counts by status."""
 
+import asyncio
 import hmac
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ class Guard:
 
     Args:
         api_key: what paths under ``/v1`` need as a bearer token; None: nothing.
+        stall_seconds: how long the next part of a body may take.
         on_status: told the status of every response.
     """
 
@@ -24,11 +26,13 @@ class Guard:
         *,
         api_key: str | None,
         max_body_bytes: int,
+        stall_seconds: float,
         on_status: Callable[[int], None],
     ) -> None:
         self._app = app
         self._api_key = None if api_key is None else f"Bearer {api_key}".encode()
         self._max_body_bytes = max_body_bytes
+        self._stall_seconds = stall_seconds
         self._on_status = on_status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,16 +68,25 @@ class Guard:
         return None
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Counts the bytes of bodies that do not tell their length."""
+        """Counts the bytes of bodies that do not tell their length, and waits for none for ever."""
         received = 0
+        complete = False
 
         async def bounded() -> Message:
-            nonlocal received
-            message = await receive()
-            if message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                if received > self._max_body_bytes:
-                    raise HTTPException(413, self._too_large(f"over {self._max_body_bytes}"))
+            nonlocal received, complete
+            if complete:  # what is left is the client's going, which may take its time
+                return await receive()
+            try:
+                async with asyncio.timeout(self._stall_seconds):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    408, f"no more of the body came for {self._stall_seconds:g} seconds"
+                ) from None
+            complete = not message.get("more_body", False)
+            received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                raise HTTPException(413, self._too_large(f"over {self._max_body_bytes}"))
             return message
 
         return bounded

@@ -18,6 +18,10 @@ BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
 _CLOSING_SECONDS = 5  # for what is left of a response after its request was cancelled
 _TICK_SECONDS = 0.05
+# What the system keeps of an answer for a slow reader; by itself it would keep megabytes.
+_SEND_BUFFER_BYTES = 256 << 10
+# A peer that died without a word is noticed after idle + count * interval seconds.
+_KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 
 class AddressError(ValueError):
@@ -59,12 +63,18 @@ def serve(
     sock: socket.socket,
     *,
     drain_seconds: float,
+    stall_seconds: float,
     on_ready: Callable[[], None],
 ) -> None:
     """Serve until a signal, then take no more requests, give those there are
-    ``drain_seconds`` to end, and return. A second signal ends them at once."""
-    config = uvicorn.Config(
+    ``drain_seconds`` to end, and return. A second signal ends them at once.
+
+    A connection is dropped whose client sends no request, or takes nothing of what waits for
+    it, for ``stall_seconds``; its request ends as if the client had gone."""
+    _limit(sock, stall_seconds)
+    config = _Config(
         app,
+        stall_seconds,
         log_level="warning",
         access_log=False,
         backlog=BACKLOG,
@@ -80,6 +90,64 @@ def serve(
     finally:
         for sig, handler in handlers.items():
             signal.signal(sig, handler)
+
+
+def _limit(sock: socket.socket, stall_seconds: float) -> None:
+    """What the system does for connections, which inherit it from the socket they come by."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = _KEEP_ALIVE_PROBES | {"TCP_USER_TIMEOUT": round(1000 * stall_seconds)}
+    for name, value in options.items():
+        if hasattr(socket, name):  # Linux has them all
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class _Config(uvicorn.Config):
+    def __init__(self, app: Any, stall_seconds: float, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._stall_seconds = stall_seconds
+
+    def load(self) -> None:
+        super().load()
+        self.http_protocol_class = _patient(self.http_protocol_class, self._stall_seconds)
+
+
+def _patient(protocol: type[Any], stall_seconds: float) -> type[asyncio.Protocol]:
+    """A protocol that drops connections on which nothing moves."""
+
+    class Patient(protocol):  # type: ignore[misc]
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._start(stall_seconds, lambda: self.cycle is None)
+
+        def pause_writing(self) -> None:
+            """More waits for the client than is kept in memory."""
+            super().pause_writing()
+            self._start(stall_seconds, lambda: True)
+
+        def resume_writing(self) -> None:
+            self._stop()
+            super().resume_writing()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _start(self, seconds: float, stalled: Callable[[], bool]) -> None:
+            def look() -> None:
+                if stalled():
+                    self.transport.abort()  # close() would wait for what is not taken
+
+            self._stop()
+            self._timer = asyncio.get_running_loop().call_later(seconds, look)
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    return Patient
 
 
 class _Server(uvicorn.Server):

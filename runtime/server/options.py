@@ -39,6 +39,8 @@ class ServeOptions:
     max_body_mib: int = 4
     prefix_cache: bool = True
     drain_seconds: int = 30
+    stall_seconds: int = 60
+    max_unread_mib: int = 8
     trace: Path | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +53,8 @@ class ServeOptions:
             ("max_queue_size", 0, INT32_MAX),
             ("max_body_mib", 1, 1024),
             ("drain_seconds", 0, 86400),
+            ("stall_seconds", 1, 86400),
+            ("max_unread_mib", 1, 1024),
         ):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:

@@ -15,11 +15,16 @@ from trtree.runtime.service import Chunk, Finish, Handle, Service, Submission, T
 class Outputs:
     """The chunks of several submissions.
 
-    Made in the event loop; ``submit`` may be called in any thread.
+    Made in the event loop; ``submit`` may be called in any thread. The engine does not wait for
+    a slow reader: once about ``max_unread_bytes`` of chunks wait, the submissions are cancelled
+    and ``overrun`` is true.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, max_unread_bytes: int) -> None:
+        self.overrun = False
         self._service = service
+        self._max_unread_bytes = max_unread_bytes
+        self._unread_bytes = 0
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._ready: list[tuple[int, Chunk]] = []
@@ -52,6 +57,7 @@ class Outputs:
             self._wake.clear()
             with self._lock:
                 batch, self._ready = self._ready, []
+                self._unread_bytes = 0
             left -= sum(chunk.finish is not None for _, chunk in batch)
             yield batch
             # A fast engine must not keep the loop from other connections, nor from
@@ -61,9 +67,21 @@ class Outputs:
     def _put(self, index: int, chunk: Chunk) -> None:
         with self._lock:
             asleep = not self._ready
-            self._ready.append((index, chunk))
+            if not self.overrun or chunk.finish is not None:
+                self._ready.append((index, chunk))
+            self._unread_bytes += _bytes(chunk)
+            overrun = self._unread_bytes > self._max_unread_bytes and not self.overrun
+            self.overrun |= overrun
+        if overrun:
+            self.cancel()
         if asleep:
             self._loop.call_soon_threadsafe(self._wake.set)
+
+
+def _bytes(chunk: Chunk) -> int:
+    """About what a chunk takes in memory."""
+    alternatives = sum(len(t.log_probs.top) for t in chunk.tokens if t.log_probs is not None)
+    return 512 + 4 * len(chunk.text) + 256 * len(chunk.tokens) + 64 * alternatives
 
 
 @dataclass

@@ -107,11 +107,11 @@ def _requests(
     output: OutputConfig,
     defaults: Speculative,
 ) -> list[Request]:
-    if len(prompt) >= service.max_seq_len:  # before it is copied n times
+    if len(prompt) + max_tokens > service.max_seq_len:  # before it is copied n times
         raise ApiError(
             400,
-            f"the prompt's {len(prompt)} tokens leave no room in the engine's max_seq_len "
-            f"{service.max_seq_len}",
+            f"the prompt's {len(prompt)} tokens and max_tokens {max_tokens} exceed the engine's "
+            f"max_seq_len {service.max_seq_len}",
             code="context_length_exceeded",
         )
     stop_token_ids = [] if body.ignore_eos else service.stop_token_ids
@@ -152,12 +152,16 @@ def _sampling(body: GenerationRequest, defaults: Mapping[str, float], seed: int)
 
 
 def _logit_bias(bias: Mapping[str, float]) -> list[tuple[int, float]]:
-    entries = []
+    entries: dict[int, float] = {}
     for token, value in bias.items():
         if not (token.isascii() and token.isdigit()) or len(token) > 10 or int(token) > INT32_MAX:
             raise ApiError(400, f"logit_bias: {token[:40]!r} is no token id", param="logit_bias")
-        entries.append((int(token), value))
-    return entries
+        if int(token) in entries:
+            raise ApiError(
+                400, f"logit_bias: token {int(token)} is given twice", param="logit_bias"
+            )
+        entries[int(token)] = value
+    return list(entries.items())
 
 
 def _speculative(

@@ -59,6 +59,19 @@ def test_a_conversion_is_measured(
     assert list(work.iterdir()) == []
 
 
+def test_a_killed_conversion_is_resumed(
+    model: Path, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(model), "--work", str(work), "--size", "3MB", "--kill-at", "0.5"]
+    assert main(["convert", *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert 0 < result["kept_bytes"] < result["engine_bytes"]
+    assert result["discarded_bytes"] >= 0
+    again = result["written_by_the_resumed_bytes"]
+    assert again == result["engine_bytes"] - result["kept_bytes"]
+    assert list(work.iterdir()) == []
+
+
 def test_a_size_the_disk_cannot_hold_is_refused(
     model: Path, work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ from trtree.build import builder
 from trtree.build.engine_dir import EngineDir
 from trtree.build.options import BuildOptions
 from trtree.build.plan import memory_plan
+from trtree.build.text_files import size_text
 from trtree.plugins import branch_state
 from trtree.plugins.gated_delta_net import reference as delta_reference
 from trtree.runtime.engines import open_engine
@@ -391,8 +392,14 @@ def test_the_plan_names_memory_per_request(build: Build) -> None:
     options = BuildOptions(
         checkpoint=engine.path.parent / "3.5.None", output=engine.path, max_batch_size=8
     )
-    rows = dict(memory_plan(builder.describe(options)))
-    assert rows["recurrent state, 8 x 10.2 KiB"] == "82.0 KiB"
-    # A row keeps its convolution's input, key, update and decay.
+    # A row keeps its convolution's input, key, update and decay: what a tree adds, and all.
     per_row = 4 * (192 + 32 + 128 + 4)
-    assert f"rows x {per_row / 1024:.1f} KiB" in next(name for name in rows if "kept" in name)
+    for budget in (0, 16, 500):
+        changes = {"tree_budget": budget, "max_num_rows": budget + 65}
+        rows = dict(memory_plan(builder.describe(options.with_overrides(changes))))
+        assert rows["recurrent state, 8 x 10.2 KiB"] == "82.0 KiB"
+        assert rows["snapshots of it, 16 x 10.2 KiB"] == "164.0 KiB"
+        kept = f"kept of a step, {budget + 65} rows x {per_row / 1024:.1f} KiB"
+        assert rows[kept] == size_text((budget + 65) * per_row)
+    none = options.with_overrides({"state_snapshots": 0})
+    assert not any("snapshots" in name for name in dict(memory_plan(builder.describe(none))))

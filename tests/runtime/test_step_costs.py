@@ -36,6 +36,11 @@ class TimedEngine(ToyEngine):
             self.now += 0.5
         return super().step(batch)
 
+    def commit(self, commits: Sequence[_core.Commit]) -> None:
+        extended = sum(len(commit.rows) for commit in commits if commit.extend_drafter)
+        self.now += 0.003 + (0.001 + 0.0005 * extended if extended else 0)
+        super().commit(commits)
+
     def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:
         self.now += 0.002 + 0.001 * len(requests)
         return super().draft(requests, top_k)
@@ -68,15 +73,18 @@ def test_costs_are_what_the_clock_says(options: dict[str, Any]) -> None:
     assert max(sizes) >= min(c.verify_width - 1, c.max_num_rows)
     for rows, seconds in costs.verify:
         context = 0.0 if long_enough else 32e-6 * rows
-        assert seconds == pytest.approx(engine.target_seconds(int(rows)) + context, abs=2e-5)
-    assert bool(costs.draft) == (c.block_size > 1)
+        expected = 0.003 + engine.target_seconds(int(rows)) + context
+        assert seconds == pytest.approx(expected, abs=2e-5)
+    assert bool(costs.draft) == bool(costs.extend) == (c.block_size > 1)
+    for rows, seconds in costs.extend:
+        assert seconds == pytest.approx(0.001 + 0.0005 * rows)
     for count, seconds in costs.draft:
         assert seconds == pytest.approx(0.002 + 0.001 * count)
-    expected = 1e-6 if long_enough else 0.0
-    assert costs.row_context_seconds == pytest.approx(expected, rel=1e-6)
+    per_context = 1e-6 if long_enough else 0.0
+    assert costs.row_context_seconds == pytest.approx(per_context, rel=1e-6)
     assert told == sorted(told)
     assert told[-1] == 1.0
-    assert costs.model().verify_seconds(16, 32) == pytest.approx(0.010512, rel=1e-3)
+    assert costs.model().verify_seconds(16, 32) == pytest.approx(0.013512, rel=1e-3)
 
 
 def test_sizes_that_there_is_no_time_for_are_left_out() -> None:
@@ -85,7 +93,7 @@ def test_sizes_that_there_is_no_time_for_are_left_out() -> None:
     assert costs.verify[0][0] == 1
     assert 2 <= len(costs.verify) < 8
     assert len(costs.draft) >= 2
-    assert engine.now < 10
+    assert engine.now < 15
 
 
 @pytest.fixture
@@ -93,7 +101,7 @@ def engine(demo_engine: Callable[..., Path], tmp_path: Path) -> EngineDir:
     return EngineDir.open(Path(shutil.copytree(demo_engine(), tmp_path / "engine")))
 
 
-COSTS = StepCosts([(1.0, 0.5), (8.0, 0.75)], [(1.0, 0.25)], 1e-6)
+COSTS = StepCosts([(1.0, 0.5), (8.0, 0.75)], [(1.0, 0.25)], 1e-6, [(1.0, 0.125)])
 
 
 def test_costs_are_kept_by_machine(engine: EngineDir) -> None:
@@ -101,9 +109,9 @@ def test_costs_are_kept_by_machine(engine: EngineDir) -> None:
     assert load_costs(engine, 3, say=said.append) is None
     assert said == []  # nothing was measured, nothing is ignored
     save_costs(engine, COSTS, 3)
-    save_costs(engine, StepCosts([(1.0, 9.0)], [], 0.0), 4)
+    save_costs(engine, StepCosts([(1.0, 9.0)], [], 0.0, []), 4)
     assert load_costs(engine, 3) == COSTS
-    better = StepCosts([(1.0, 0.125)], [], 0.0)
+    better = StepCosts([(1.0, 0.125)], [], 0.0, [])
     save_costs(engine, better, 3)
     assert load_costs(engine, 3) == better
     assert len(engine.calibration()["costs"]) == 2

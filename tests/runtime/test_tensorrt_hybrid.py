@@ -4,18 +4,15 @@ runs, kept until commit, and moved along the accepted path."""
 import random
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engines import random_checkpoint
-from evaluated_engine import EvaluatedExecutable, evaluated_engine
-from planted import plant
+from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
 from random_drafter import random_drafter
 from random_hybrid import hybrid_config
-from runner_checks import CHAIN, PLAIN, TREE, decode
+from runner_checks import CHAIN, PLAIN, TREE, decode, on_all_ranks
 from steps import path_to, random_tree, run_rows
 from trtree import _core
 from trtree.build import builder
@@ -127,6 +124,22 @@ def wide(options: Callable[[str], BuildOptions], monkeypatch: pytest.MonkeyPatch
 
 def test_committed_states_are_the_references(wide: Any) -> None:
     assert drive(*wide, rounds=8) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["next", "3.5"])
+def test_ranks_have_their_heads_states_and_decode_what_one_does(
+    options: Callable[[str], BuildOptions], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 between ops, where sums in another order choose the same tokens."""
+    monkeypatch.setattr(backend, "DTYPE", "float32")
+    one, _ = evaluated_engine(options(family))
+    two = evaluated_ranks(options(family), 2)
+    given = [(prompt(75, 1), TREE), (prompt(9, 2), PLAIN)]
+    assert on_all_ranks(two, given) == decode(one, given)
+    whole = one._states.inputs
+    for engine in two:
+        for name, part in engine._states.inputs.items():
+            assert part.numel() == whole[name].numel() // 2
 
 
 FAULTS = {

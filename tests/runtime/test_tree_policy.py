@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 from trtree import _core
 from trtree._core import CostModel
-from trtree._core.tree_policy import AdaptiveBudget, RoundLoad, default_load_rows, under_load
+from trtree._core.tree_policy import (
+    AdaptiveBudget,
+    Phase,
+    RoundLoad,
+    default_load_rows,
+    under_load,
+)
 from trtree.plugins.ddtree import Tree, build_tree_from_top_k
 from trtree.runtime.executor import DecodingMode, SpeculativeConfig, TreeKind
 
@@ -47,7 +53,7 @@ def test_convex_measurements_are_kept(points: Points) -> None:
         assert costs.verify_seconds(size) == pytest.approx(seconds, rel=1e-12)
         assert costs.verify_seconds(size, 1000) == pytest.approx(seconds + size * 1e-3, rel=1e-12)
     assert costs.draft_seconds(7) == 0.25
-    assert costs.verify_seconds(0) == costs.draft_seconds(0) == 0
+    assert costs.verify_seconds(0) == costs.draft_seconds(0) == costs.extend_seconds(8) == 0
     assert CostModel(convex).draft_seconds(3) == 0
 
 
@@ -198,39 +204,126 @@ def test_acceptance_corrects_the_surrogate() -> None:
     assert budget.correction(1) == pytest.approx(0.25)
 
 
-def test_drafting_stops_where_it_cannot_pay_and_is_tried_again() -> None:
+def uniform(worth: float, depth: int = 3) -> Tree:
+    """A chain whose nodes the drafter thinks that likely, each."""
+    log_probs = np.log(np.full((depth, 1), worth, np.float32))
+    return build_tree_from_top_k(log_probs, np.zeros((depth, 1), np.int32), depth)
+
+
+def learnt(costs: CostModel, worth: float) -> AdaptiveBudget:
+    budget = AdaptiveBudget(costs)
+    budget.choose(RoundLoad(1), [uniform(worth)._tree] * 32)
+    return budget
+
+
+def test_drafting_stops_where_it_cannot_pay() -> None:
     load = RoundLoad(1)
     by_rows = AdaptiveBudget(CostModel([(1, 1.0), (2, 2.0)], [(1, 0.5)]))  # whatever is accepted
-    assert not any(by_rows.should_draft(load) for _ in range(200))
+    assert all(by_rows.phase(load) == Phase.PLAIN for _ in range(200))
+    assert not by_rows.probe_due(0.0)
 
     budget = AdaptiveBudget(CostModel([(1, 1.0), (2, 1.6)], [(1, 0.5)]))
-    tenths = np.log(np.full((3, 1), 0.1, np.float32))
-    unlikely = build_tree_from_top_k(tenths, np.zeros((3, 1), np.int32), 3)
-    likely = build_tree_from_top_k(np.zeros((3, 1), np.float32), np.zeros((3, 1), np.int32), 3)
-    assert budget.should_draft(load)  # nothing is known yet
-    assert not budget.should_draft(RoundLoad(1, max_nodes=0))
-    budget.choose(load, [unlikely._tree] * 31)
-    assert budget.should_draft(load)  # little is
-    budget.choose(load, [unlikely._tree])
+    assert budget.phase(load) == Phase.LEARNING  # nothing is known yet
+    assert budget.phase(RoundLoad(1, max_nodes=0)) == Phase.PLAIN
+    budget.choose(load, [uniform(0.1)._tree] * 31)
+    assert budget.phase(load) == Phase.LEARNING  # little is
+    budget.choose(load, [uniform(0.1)._tree])
+    assert budget.phase(load) == Phase.PLAIN
+
+    free_rows = CostModel([(1, 1.0), (9, 1.0)], [(1, 0.5)])
+    assert learnt(free_rows, 1.0).phase(load) == Phase.DRAFTING
+    # The same rows behind a long prompt chunk, or in a large batch, are not free.
+    steep = learnt(CostModel([(1, 1.0), (9, 1.0), (100, 80.0)], [(1, 0.5)]), 1.0)
+    assert steep.phase(load) == Phase.DRAFTING
+    assert steep.pays(load)
+    assert not steep.pays(RoundLoad(1, other_rows=60))
+    assert steep.phase(RoundLoad(60)) == Phase.PLAIN
+    assert steep.phase(load) == Phase.DRAFTING
+
+
+def test_requests_that_wait_for_a_round_make_it_dear() -> None:
+    """A round holds up all that are in work, not only those that draft."""
+    budget = learnt(CostModel([(1, 1.0), (8, 1.7), (64, 7.3)], [(1, 0.3)]), 0.9)
+    assert budget.pays(RoundLoad(1, other_rows=40))
+    assert not budget.pays(RoundLoad(1, other_rows=40, other_requests=7))
+
+
+def test_the_drafters_context_counts() -> None:
+    """Drafting pays for its own pass, but not for the context at every commit."""
+    verify, draft = [(1.0, 1.0), (9.0, 1.0)], [(1.0, 0.4)]
+    without = learnt(CostModel(verify, draft), 0.5)
+    assert without.phase(RoundLoad(1)) == Phase.DRAFTING
+    assert without.seconds_saved(RoundLoad(1)) > 0
+    extended = learnt(CostModel(verify, draft, 0.0, [(1, 0.3), (9, 2.7)]), 0.5)
+    assert extended.phase(RoundLoad(1)) == Phase.PLAIN
+    assert extended.seconds_saved(RoundLoad(1)) < 0
+
+
+def test_seconds_saved_are_those_of_a_token() -> None:
+    """A chain of 3, each accepted: 4 tokens in 1.5 seconds instead of 4."""
+    budget = learnt(CostModel([(1, 1.0), (9, 1.0)], [(1, 0.5)]), 1.0)
+    assert budget.seconds_saved(RoundLoad(1)) == pytest.approx(1 - 1.5 / 4)
+
+
+def test_a_verdict_does_not_flutter() -> None:
+    """It begins to draft for 2% more tokens, and stops where there are fewer."""
+    free = [(1.0, 1.0), (9.0, 1.0)]
+    tokens = 1 + 0.5 + 0.25 + 0.125
+
+    def phase_after(before: RoundLoad, seconds: float) -> Phase:
+        dear = {2.0: 10.0}  # a load at which drafting cannot pay
+        costs = CostModel(free, [(1, seconds), *dear.items()])
+        budget = learnt(costs, 0.5)
+        budget.phase(before)
+        return budget.phase(RoundLoad(1))
+
+    for gain, from_plain, from_drafting in [
+        (1.03, Phase.DRAFTING, Phase.DRAFTING),
+        (1.01, Phase.PLAIN, Phase.DRAFTING),
+        (0.99, Phase.PLAIN, Phase.PLAIN),
+    ]:
+        seconds = tokens / gain - 1
+        assert phase_after(RoundLoad(2), seconds) == from_plain
+        # A load at which each token's share of the pass is less.
+        cheap = learnt(CostModel(free, [(1, seconds)]), 0.5)
+        cheap.choose(RoundLoad(1), [uniform(0.9)._tree] * 400)
+        assert cheap.phase(RoundLoad(1)) == Phase.DRAFTING
+        cheap.choose(RoundLoad(1), [uniform(0.5)._tree] * 4000)
+        assert cheap.phase(RoundLoad(1, other_requests=0)) == Phase.DRAFTING  # looked at again:
+        phases = [cheap.phase(RoundLoad(1)) for _ in range(20)]
+        assert phases[-1] == from_drafting
+
+
+def test_no_verdict_is_for_ever() -> None:
+    """Probes come every so many rounds, or more where they would take above 1% of the time."""
+    load = RoundLoad(1)
+    budget = learnt(CostModel([(1, 1.0), (2, 1.2)], [(1, 0.5)]), 0.1)
+
+    def rounds_until(seconds: float) -> int:
+        for count in range(1, 10_000):
+            assert budget.phase(load) == Phase.PLAIN
+            if budget.probe_due(seconds):
+                budget.begin_probe()
+                return count
+        raise AssertionError("no probe")
+
     interval = AdaptiveBudget.PROBE_INTERVAL
-    asked = [budget.should_draft(load) for _ in range(3 * interval)]
-    assert [i for i, yes in enumerate(asked) if yes] == [interval * n - 1 for n in (1, 2, 3)]
+    assert [rounds_until(0.1) for _ in range(3)] == [interval] * 3
+    assert rounds_until(5.0) == 500
+    # Of 8 trees with a row each, and before that of 30 tokens, 20 of which to run again.
+    costs = CostModel([(1, 1.0), (101, 11.0)], [(1, 0.5)], 0.0, [(1, 0.01), (100, 1.0)])
+    assert AdaptiveBudget.PROBE_TREES == 8
+    assert AdaptiveBudget(costs).probe_seconds(load, 20, 30) == pytest.approx(
+        2.0 + 0.3 + 8 * (0.5 + 0.1 + 0.01)
+    )
 
-    # A dear drafter is tried less often: a probe takes 1% of the time.
-    dear = AdaptiveBudget(CostModel([(1, 1.0), (2, 1.2)], [(1, 5.0)]))
-    dear.choose(load, [unlikely._tree] * 32)
-    asked = [dear.should_draft(load) for _ in range(1100)]
-    assert [i for i, yes in enumerate(asked) if yes] == [499, 999]
 
-    free_rows = AdaptiveBudget(CostModel([(1, 1.0), (9, 1.0)], [(1, 0.5)]))
-    free_rows.choose(load, [likely._tree] * 32)
-    assert all(free_rows.should_draft(load) for _ in range(10))
-    # The same rows behind a long prompt chunk are not free: no row is.
-    steep = AdaptiveBudget(CostModel([(1, 1.0), (9, 1.0), (100, 80.0)], [(1, 0.5)]))
-    steep.choose(load, [likely._tree] * 32)
-    assert steep.should_draft(load)
-    assert not steep.should_draft(RoundLoad(1, other_rows=60))
-    assert not steep.should_draft(RoundLoad(60))
+def test_what_is_only_tried_verifies_a_node() -> None:
+    budget = AdaptiveBudget(CostModel([(1, 1.0), (2, 9.0)]))
+    trees = [uniform(0.1)._tree] * 3
+    assert budget.choose(RoundLoad(3), trees) == [0, 0, 0]
+    assert budget.choose(RoundLoad(3), trees, 1) == [1, 1, 1]
+    assert budget.choose(RoundLoad(3, max_nodes=2), trees, 1) == [1, 1, 0]
 
 
 # Seconds by rows: of a GPU (bound by memory, then by compute), of a CPU, of no limit at all.
@@ -286,7 +379,7 @@ class Simulation:
         tokens, seconds = 0, 0.0
         for trees, paths in zip(self.trees, self.paths, strict=True):
             kept = [0] * self.requests
-            if policy.should_draft(load):
+            if policy.phase(load) != Phase.PLAIN:
                 kept = policy.choose(load, [tree._tree for tree in trees])
                 seconds += costs.draft_seconds(self.requests)
             for tree, path, nodes in zip(trees, paths, kept, strict=True):

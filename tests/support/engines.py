@@ -33,6 +33,7 @@ EXCLUDE = (
     "*.in_proj_a",
     "*.in_proj_b",
     "*.in_proj_ba",
+    "*.indexer.weights_proj",
 )
 DEMO_VOCAB: int = json.loads((DEMO / "target_nvfp4" / "config.json").read_text())["vocab_size"]
 # Questions that the demo pair knows how to answer: all but the last in more than 70 tokens.
@@ -108,12 +109,15 @@ def random_checkpoint(
 
     With NVFP4_AWQ, o_proj and down_proj scale their inputs.
     """
-    from random_hybrid import random_hybrid  # which build on this module
+    from random_glm5 import random_glm5  # which build on this module
+    from random_hybrid import random_hybrid
     from random_moe import random_moe
 
     make = random_target
     if "linear_key_head_dim" in config:
         make = random_hybrid
+    elif "kv_lora_rank" in config:
+        make = random_glm5
     elif "moe_intermediate_size" in config:
         make = random_moe
     tensors = make(config, dtype=torch.bfloat16)

@@ -10,6 +10,7 @@ from trtree import _core
 from trtree.build.lowering.reference import _OPS, StepContext
 from trtree.plugins import branch_state
 from trtree.plugins.branch_state import StateSegment
+from trtree.plugins.latent_cache import LatentCache
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 
 
@@ -29,7 +30,13 @@ class OpByOp:
             name: torch.zeros(1, *s.shape)
             for network in self._networks.values()
             for name, s in network.network.states.items()
-            if s.kind != "kv"
+            if not s.paged
+        }
+        self._latents = {
+            name: LatentCache(torch.zeros(256, page_size, s.head_dim))
+            for network in self._networks.values()
+            for name, s in network.network.states.items()
+            if s.kind == "latent"
         }
         self._row_states: dict[str, torch.Tensor] = {}
         self._branch = StateSegment(0, 0, 0, True, [])
@@ -45,8 +52,10 @@ class OpByOp:
         operands = []
         for operand in op.inputs:
             tensor = net.network.tensors[operand]
-            if tensor.dtype == "int32":
+            if operand in self.rows[network]:
                 operands.append(self.rows[network][operand])
+            elif tensor.dtype == "int32":  # a selection
+                operands.append(torch.from_numpy(next(floats)).view(torch.int32))
             else:
                 shape = [-1, *map(int, tensor.shape[1:])]
                 operands.append(torch.from_numpy(next(floats)).reshape(shape))
@@ -56,9 +65,14 @@ class OpByOp:
             self._committed,
             [self._branch],
             self._row_states,
+            self._latents,
         )
         expected = _OPS[op.kind](net, op, operands, context)
         if op.kind == "top_k_log_probs":  # terminal: compared through draft()
+            return
+        if op.kind == "index_select":  # equal or not
+            unequal = (outputs[0].view(np.int32) != expected[0].numpy()).sum()
+            self.worst[op.kind] = max(self.worst.get(op.kind, 0.0), float(unequal))
             return
         for theirs, ours in zip(expected, outputs, strict=False):
             reference = theirs.reshape(len(ours), -1).numpy()

@@ -44,6 +44,9 @@ class ThreadRanks(_core.Engine):
     def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:
         return self._leader.draft(list(requests), top_k)
 
+    def load_state(self, snapshot: int, slot: int) -> None:
+        self._leader.load_state(snapshot, slot)
+
     def _send(self, message: npt.NDArray[np.int32]) -> None:
         for inbox in self._inboxes:
             inbox.put(message.copy())

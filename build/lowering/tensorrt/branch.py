@@ -64,6 +64,7 @@ def doublings(rows: int) -> int:
 def causal_conv(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     """x [B, W, C]: a row's kernel inputs are gathered, from the window and the step's rows."""
     emit, kernel = low.emit, op.attrs["kernel"]
+    low.inherit(op)
     rows, inputs = x
     channels = int(rows.shape[2])
     layer = emit.network.add_concatenation([low.committed[str(op.state)], rows])
@@ -86,6 +87,7 @@ def gated_delta_net(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     Value heads stand behind their key head: [B, key heads, heads per key head, W, ...].
     """
     emit = low.emit
+    low.inherit(op)
     q, k, v, a, b, _ = x
     key_heads, key_dim, value_dim = int(k.shape[1]), int(k.shape[3]), int(v.shape[3])
     group = int(v.shape[1]) // key_heads

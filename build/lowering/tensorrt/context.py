@@ -89,6 +89,11 @@ class Lowering:
             return self.division.extent(tensor)
         return int(self.network.tensors[tensor].shape[1])
 
+    def inherit(self, op: Op) -> None:
+        """The results of ``op`` are divided among ranks as its operands are."""
+        if op.inputs[0] in self.sharded:
+            self.sharded.update(op.outputs)
+
     def row_shape(self, size: int, heads: int | None = None) -> Any:
         """int32: B, W, size, or B, heads, W, size. Shared by all that slice or make rows."""
         key = (size,) if heads is None else (0, heads, size)

@@ -138,7 +138,8 @@ def _cache_inputs(low: Lowering) -> list[Binding]:
     bindings = []
     for state in low.network.states.values():
         if state.kind != "kv":
-            bindings.append(Binding(state.name, state.dtype, (BATCH, *state.shape)))
+            own = low.division.state(state)
+            bindings.append(Binding(state.name, state.dtype, (BATCH, *own.shape)))
             low.committed[state.name] = _add_input(low, bindings[-1])
             continue
         heads = len(low.encoding.shard.kv_heads(state.heads, f"{state.name}: KV heads"))
@@ -182,7 +183,8 @@ def _outputs(low: Lowering) -> list[Binding]:
     for name, kept in low.kept.items():
         kept.name = OUTPUT_PREFIX + name
         low.emit.network.mark_output(kept)
-        bindings.append(_kept(low.network.states[name.rpartition(".")[0]], kept))
+        state = low.network.states[name.rpartition(".")[0]]
+        bindings.append(_kept(low.division.state(state), kept))
     return bindings
 
 

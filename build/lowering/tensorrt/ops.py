@@ -28,7 +28,7 @@ def _rms_norm(low: Lowering, op: Op, x: Values) -> Values:
     if op.inputs[0] in low.sharded:
         if len(low.network.tensors[op.inputs[0]].shape) == 2:
             raise NetworkError(f"{op.name}: norms features that are divided among ranks")
-        _inherit(low, op)  # per head, and heads are whole
+        low.inherit(op)  # per head, and heads are whole
     wide = emit.wide(x[0])
     square = emit.binary("square", "PROD", wide, wide)
     mean = emit.reduce("mean", "AVG", square, keep=True)
@@ -42,7 +42,7 @@ def _rms_norm(low: Lowering, op: Op, x: Values) -> Values:
 
 def _scale(low: Lowering, op: Op, x: Values) -> Values:
     emit = low.emit
-    _inherit(low, op)
+    low.inherit(op)
     weight = low.constant(op, "weight")
     weight = emit.shuffle("vector", weight, (*[1] * (len(x[0].shape) - 1), weight.shape[0]))
     return [low.rounded(emit.binary("scaled", "PROD", emit.wide(x[0]), weight))]
@@ -50,7 +50,7 @@ def _scale(low: Lowering, op: Op, x: Values) -> Values:
 
 def _silu_mul(low: Lowering, op: Op, x: Values) -> Values:
     emit = low.emit
-    _inherit(low, op)
+    low.inherit(op)
     gate, up = emit.wide(x[0]), emit.wide(x[1])
     silu = emit.binary("silu", "PROD", gate, emit.sigmoid("sigmoid", gate))
     return [low.rounded(emit.binary("gated", "PROD", silu, up))]
@@ -59,7 +59,7 @@ def _silu_mul(low: Lowering, op: Op, x: Values) -> Values:
 def _sigmoid_mul(low: Lowering, op: Op, x: Values) -> Values:
     """The gate is of x's shape, or one number for all of a row's."""
     emit = low.emit
-    _inherit(low, op)
+    low.inherit(op)
     gate = emit.sigmoid("sigmoid", emit.wide(x[1]))
     return [low.rounded(emit.binary("gated", "PROD", emit.wide(x[0]), gate))]
 
@@ -70,9 +70,9 @@ def _add(low: Lowering, op: Op, x: Values) -> Values:
 
 def _split(low: Lowering, op: Op, x: Values) -> Values:
     """Of features, which ranks may divide, or of every head."""
-    _inherit(low, op)
+    low.inherit(op)
     parts, start = [], 0
-    for name, whole in zip(op.outputs, op.attrs["sizes"], strict=True):
+    for index, (name, whole) in enumerate(zip(op.outputs, op.attrs["sizes"], strict=True)):
         size = low.extent(name) if len(x[0].shape) == 3 else whole
         parts.append(_last_axis_slice(low, f"part{index}", x[0], start, size))
         start += size
@@ -88,6 +88,7 @@ def _last_axis_slice(low: Lowering, name: str, x: Any, start: int, size: int) ->
 
 
 def _concat(low: Lowering, op: Op, x: Values) -> Values:
+    low.inherit(op)
     layer = low.emit.network.add_concatenation(x)
     layer.axis = len(x[0].shape) - 1
     return [low.emit.layer("joined", layer).get_output(0)]
@@ -95,7 +96,7 @@ def _concat(low: Lowering, op: Op, x: Values) -> Values:
 
 def _reshape(low: Lowering, op: Op, x: Values) -> Values:
     """Features to heads, heads to features, or the same numbers to other heads."""
-    _inherit(low, op)
+    low.inherit(op)
     before = low.network.tensors[op.inputs[0]].shape
     after = low.network.tensors[op.outputs[0]].shape
     extent = low.extent(op.outputs[0])
@@ -116,17 +117,14 @@ def _gather_rows(low: Lowering, op: Op, x: Values) -> Values:
     return [low.emit.gather("rows", x[0], x[1], 1, batch_dims=1)]
 
 
-def _inherit(low: Lowering, op: Op) -> None:
-    """The results are divided among ranks as the operands are."""
-    if op.inputs[0] in low.sharded:
-        low.sharded.update(op.outputs)
-
-
 # Ops that take operands which are divided among ranks.
 SHARDABLE = frozenset(
     {
         "argmax",
+        "causal_conv",
+        "concat",
         "experts_down",
+        "gated_delta_net",
         "kv_append",
         "linear",
         "reshape",

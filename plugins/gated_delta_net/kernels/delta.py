@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from trtree.plugins.branch_device import FIELDS, FIRST_ROW, NUM_ROWS, SLOT
-from trtree.plugins.gated_delta_net.kernels.rows import NOTHING, known, sees, unit_rows
+from trtree.plugins.gated_delta_net.kernels.rows import NOTHING, known, sees
 from trtree.plugins.tree_attention.kernels.numerics import round_to
 
 
@@ -42,8 +42,11 @@ def gated_delta_net_kernel(
     SCALE: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    # bf16 and fp16 are exact in TF32, and so are their products in float32.
+    RAW: tl.constexpr = "tf32x3" if k.dtype.element_ty == tl.float32 else "tf32"
     request = requests + tl.program_id(0) * FIELDS
     head = tl.program_id(1)
     heads = tl.num_programs(1)
@@ -55,48 +58,78 @@ def gated_delta_net_kernel(
     keys = k + head // GROUP * KEY_DIM
     queries = q + head // GROUP * KEY_DIM
 
-    dim = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+    dim = tl.arange(0, BLOCK_K)
     slot = tl.load(request + SLOT).to(tl.int64)
-    committed = tl.load(
-        state + ((slot * heads + head) * KEY_DIM + dim)[:, None] * VALUE_DIM + column[None, :],
-        mask=known(request, dim < KEY_DIM)[:, None] & inside[None, :],
-        other=0.0,
-    )
+    committed = state + ((slot * heads + head) * KEY_DIM + dim)[:, None] * VALUE_DIM + column
+    is_known = known(request, inside)[None, :]
     for start in range(0, num_rows, BLOCK):
         row = (first + start + lane).to(tl.int64)
         live = start + lane < num_rows
         kept = live[:, None] & inside[None, :]
-        key = unit_rows(keys, row * k_stride, live, KEY_DIM, EPS)
-        query = unit_rows(queries, row * q_stride, live, KEY_DIM, EPS) * SCALE
         path = tl.load(decay + row * heads + head, mask=live, other=0.0)
         beta = tl.sigmoid(tl.load(b + row * b_stride + head, mask=live, other=0.0).to(tl.float32))
-        value_offset = row[:, None] * v_stride + head * VALUE_DIM + column[None, :]
-        value = tl.load(v + value_offset, mask=kept, other=0.0).to(tl.float32)
-        shrink = tl.exp(path)[:, None]
-        missing = value - shrink * tl.dot(key, committed, input_precision="tf32x3")
-        result = shrink * tl.dot(query, committed, input_precision="tf32x3")
-        for before in range(0, start, BLOCK):
-            other = (first + before + lane).to(tl.int64)
-            all_live = lane >= 0  # only the last block is short
-            earlier = unit_rows(keys, other * k_stride, all_live, KEY_DIM, EPS)
-            seen = sees(packed_mask, row, live, mask_words, before + lane)
+        key_at = keys + (row * k_stride)[:, None] + dim[None, :]
+        query_at = queries + (row * q_stride)[:, None] + dim[None, :]
+
+        # Keys and queries come to unit length behind their products, which are taken in parts
+        # of their dimensions: registers are scarce, and the raw products exact.
+        key_square = tl.zeros([BLOCK], tl.float32)
+        query_square = tl.zeros([BLOCK], tl.float32)
+        of_key = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+        of_query = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+        alike = tl.zeros([BLOCK, BLOCK], tl.float32)
+        asked = tl.zeros([BLOCK, BLOCK], tl.float32)
+        for part in range(0, KEY_DIM, BLOCK_K):
+            key = tl.load(key_at + part, mask=live[:, None], other=0.0).to(tl.float32)
+            query = tl.load(query_at + part, mask=live[:, None], other=0.0).to(tl.float32)
+            before = tl.load(committed + part * VALUE_DIM, mask=is_known, other=0.0)
+            key_square += tl.sum(key * key, 1)
+            query_square += tl.sum(query * query, 1)
+            of_key = tl.dot(key, before, of_key, input_precision="tf32x3")
+            of_query = tl.dot(query, before, of_query, input_precision="tf32x3")
+            alike = tl.dot(key, tl.trans(key), alike, input_precision=RAW)
+            asked = tl.dot(query, tl.trans(key), asked, input_precision=RAW)
+        key_unit = tl.rsqrt(key_square + EPS)
+        query_unit = tl.rsqrt(query_square + EPS) * SCALE
+        shrink = tl.exp(path)
+        value_at = v + row[:, None] * v_stride + head * VALUE_DIM + column[None, :]
+        value = tl.load(value_at, mask=kept, other=0.0).to(tl.float32)
+        missing = value - (shrink * key_unit)[:, None] * of_key
+        result = (shrink * query_unit)[:, None] * of_query
+        seen = sees(packed_mask, row, live, mask_words, start + lane)
+        between = _between(path, path, seen) * key_unit[None, :]
+        asked *= between * query_unit[:, None]
+        alike *= between * (key_unit * beta)[:, None]
+
+        for earlier in range(0, start, BLOCK):
+            other = (first + earlier + lane).to(tl.int64)  # all live: only the last is short
+            other_at = keys + (other * k_stride)[:, None] + dim[None, :]
+            other_square = tl.zeros([BLOCK], tl.float32)
+            alike_other = tl.zeros([BLOCK, BLOCK], tl.float32)
+            asked_other = tl.zeros([BLOCK, BLOCK], tl.float32)
+            for part in range(0, KEY_DIM, BLOCK_K):
+                key = tl.load(key_at + part, mask=live[:, None], other=0.0).to(tl.float32)
+                query = tl.load(query_at + part, mask=live[:, None], other=0.0).to(tl.float32)
+                other_key = tl.load(other_at + part).to(tl.float32)
+                other_square += tl.sum(other_key * other_key, 1)
+                turned = tl.trans(other_key)
+                alike_other = tl.dot(key, turned, alike_other, input_precision=RAW)
+                asked_other = tl.dot(query, turned, asked_other, input_precision=RAW)
+            seen = sees(packed_mask, row, live, mask_words, earlier + lane)
             between = _between(path, tl.load(decay + other * heads + head), seen)
+            between *= tl.rsqrt(other_square + EPS)[None, :]
             updates = tl.load(
                 update + (other[:, None] * heads + head) * VALUE_DIM + column[None, :],
                 mask=inside[None, :],
                 other=0.0,
             )
-            alike = tl.dot(key, tl.trans(earlier), input_precision="tf32x3") * between
-            missing -= tl.dot(alike, updates, input_precision="tf32x3")
-            asked = tl.dot(query, tl.trans(earlier), input_precision="tf32x3") * between
-            result += tl.dot(asked, updates, input_precision="tf32x3")
+            weighed = alike_other * between * key_unit[:, None]
+            missing -= tl.dot(weighed, updates, input_precision="tf32x3")
+            weighed = asked_other * between * query_unit[:, None]
+            result += tl.dot(weighed, updates, input_precision="tf32x3")
 
-        seen = sees(packed_mask, row, live, mask_words, start + lane)
-        between = _between(path, path, seen)
-        alike = tl.dot(key, tl.trans(key), input_precision="tf32x3") * between
-        inverse = _inverse(alike * beta[:, None], BLOCK)
+        inverse = _inverse(alike, BLOCK)
         own = tl.dot(inverse, beta[:, None] * missing, input_precision="tf32x3")
-        asked = tl.dot(query, tl.trans(key), input_precision="tf32x3") * between
         result += tl.dot(asked, own, input_precision="tf32x3")
         target = (row[:, None] * heads + head) * VALUE_DIM + column[None, :]
         tl.store(update + target, own, mask=kept)

@@ -29,7 +29,13 @@ void bind_plan(nb::module_& m) {
       .value("experts_up", OpKind::kExpertsUp)
       .value("gated_delta_net", OpKind::kGatedDeltaNet)
       .value("gather_rows", OpKind::kGatherRows)
+      .value("head_keys", OpKind::kHeadKeys)
+      .value("head_values", OpKind::kHeadValues)
+      .value("index_select", OpKind::kIndexSelect)
       .value("kv_append", OpKind::kKvAppend)
+      .value("latent_append", OpKind::kLatentAppend)
+      .value("latent_attention", OpKind::kLatentAttention)
+      .value("layer_norm", OpKind::kLayerNorm)
       .value("linear", OpKind::kLinear)
       .value("rms_norm", OpKind::kRmsNorm)
       .value("rotary_embedding", OpKind::kRotaryEmbedding)
@@ -94,9 +100,11 @@ void bind_plan(nb::module_& m) {
       .def_rw("input_scale", &PlanWeight::input_scale)
       .def_rw("experts", &PlanWeight::experts)
       .def_rw("expert_scales", &PlanWeight::expert_scales)
-      .def_rw("segments", &PlanWeight::segments);
+      .def_rw("segments", &PlanWeight::segments)
+      .def_rw("head_sizes", &PlanWeight::head_sizes);
   nb::enum_<StateKind>(m, "StateKind")
       .value("kv", StateKind::kKv)
+      .value("latent", StateKind::kLatent)
       .value("conv", StateKind::kConv)
       .value("recurrent", StateKind::kRecurrent);
   nb::class_<PlanState>(m, "PlanState")

@@ -23,7 +23,7 @@ BranchStates::BranchStates(const Plan& plan, int32_t slots, int32_t snapshots)
     : plan_(plan), states_(plan.states.size()) {
   for (size_t i = 0; i < plan.states.size(); ++i) {
     const PlanState& state = plan.states[i];
-    if (state.kind == StateKind::kKv) continue;
+    if (state.paged()) continue;
     any_ = true;
     State& of = states_[i];
     of.size = state.heads * state.head_dim;

@@ -30,10 +30,11 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
       branches_(plan_, capabilities_.max_batch_size, capabilities_.state_snapshots) {
   const int64_t slots = static_cast<int64_t>(capabilities_.num_pages) * capabilities_.page_size;
   int64_t floats = 0;
-  const auto kv_floats = [slots](const PlanState& state) {
-    return state.kind == StateKind::kKv ? slots * state.heads * state.head_dim : 0;
+  const auto floats_of = [slots](const PlanState& state) {
+    if (!state.paged()) return int64_t{0};
+    return slots * state.heads * state.head_dim * (state.kind == StateKind::kKv ? 2 : 1);
   };
-  for (const PlanState& state : plan_.states) floats += 2 * kv_floats(state);
+  for (const PlanState& state : plan_.states) floats += floats_of(state);
   size_t bytes = floats * sizeof(float) + kPackedAlignment;
   pool_.reset(static_cast<float*>(std::calloc(1, bytes)));
   if (!pool_)
@@ -43,9 +44,11 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
   auto* next =
       static_cast<float*>(std::align(kPackedAlignment, bytes - kPackedAlignment, start, bytes));
   for (const PlanState& state : plan_.states) {
-    const int64_t size = kv_floats(state);
-    caches_.push_back({next, next + size, capabilities_.page_size, state.heads, state.head_dim});
-    next += 2 * size;
+    const int64_t size = floats_of(state);
+    caches_.kv.push_back(
+        {next, next + size / 2, capabilities_.page_size, state.heads, state.head_dim});
+    caches_.latents.push_back({next, capabilities_.page_size, state.head_dim});
+    next += size;
   }
   for (const auto& [name, network] : plan_.networks) {
     runners_[name] = std::make_unique<NetworkRunner>(plan_, network, weights_, caches_, branches_,
@@ -95,10 +98,13 @@ void CpuEngine::commit(const std::vector<Commit>& commits) {
           commits[i].rows.back() + 1 == static_cast<int32_t>(commits[i].rows.size())) {
         continue;
       }
-      for (size_t s = 0; s < caches_.size(); ++s) {
+      for (size_t s = 0; s < plan_.states.size(); ++s) {
         const PlanState& state = plan_.states[s];
-        if (state.kind != StateKind::kKv || state.drafter) continue;
-        attention::commit(caches_[s], at, commits[i].rows);
+        if (state.drafter) continue;
+        if (state.kind == StateKind::kKv) attention::commit(caches_.kv[s], at, commits[i].rows);
+        if (state.kind == StateKind::kLatent) {
+          latent::commit(caches_.latents[s], at, commits[i].rows);
+        }
       }
     }
   });

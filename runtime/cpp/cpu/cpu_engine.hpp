@@ -48,9 +48,9 @@ class CpuEngine final : public Engine {
   const int32_t mask_token_id_;
   ThreadPool threads_;
   const WeightTable weights_;
-  // KV of all states, k then v of each. calloc: untouched pages take no memory.
+  // KV and latents of all states, of KV k then v. calloc: untouched pages take no memory.
   std::unique_ptr<float, decltype(&std::free)> pool_{nullptr, &std::free};
-  std::vector<attention::PagedKv> caches_;  // by state index; others than KV are empty
+  PagedCaches caches_;
   BranchStates branches_;
   std::unordered_map<std::string, std::unique_ptr<NetworkRunner>> runners_;
 

@@ -54,6 +54,7 @@ void WeightTable::add_taps(const Plan& plan) {
 
 void WeightTable::add_matrix(int32_t index, const PlanWeight& weight,
                              std::span<const uint8_t> bytes, const float* bias) {
+  if (!weight.head_sizes.empty()) return add_heads(index, weight, bytes);
   const int64_t blocks = (weight.in_features + kBlock - 1) / kBlock;
   const Segments segments = Segments::from_bounds(weight.segments, blocks);
   if (weight.kind == WeightKind::kNvfp4) {
@@ -81,8 +82,25 @@ void WeightTable::add_matrix(int32_t index, const PlanWeight& weight,
   }
 }
 
+void WeightTable::add_heads(int32_t index, const PlanWeight& weight,
+                            std::span<const uint8_t> bytes) {
+  const int64_t keys = weight.head_sizes[0], values = weight.head_sizes[1];
+  const dense::DType dtype = dense::dtype_from_name(weight.dtype);
+  const auto next = [&](int64_t out_features, int64_t in_features) {
+    const int64_t size = dense::packed_size(out_features, in_features, dtype);
+    const auto packed = bytes.first(std::min<size_t>(size, bytes.size()));
+    bytes = bytes.subspan(packed.size());
+    return dense::Weight{packed, out_features, in_features, dtype,
+                         Segments::even((in_features + kBlock - 1) / kBlock)};
+  };
+  for (int64_t head = 0; head < weight.out_features / (keys + values); ++head) {
+    head_keys_[index].push_back(next(weight.in_features, keys));
+    head_values_[index].push_back(next(values, weight.in_features));
+  }
+}
+
 NetworkRunner::NetworkRunner(const Plan& plan, const PlanNetwork& network,
-                             const WeightTable& weights, std::span<const attention::PagedKv> caches,
+                             const WeightTable& weights, const PagedCaches& caches,
                              BranchStates& branches, Parallel& parallel, Isa isa,
                              Collectives* collectives)
     : plan_(plan),
@@ -159,20 +177,18 @@ void NetworkRunner::run_rows(const PlanOp& op, const StepRows& rows, int64_t beg
     case OpKind::kAdd:
       return add(part(op.inputs[0]), part(op.inputs[1]), part(op.outputs[0]));
     case OpKind::kConcat: {
-      const Matrix y = part(op.outputs[0]);
-      int64_t column = 0;
-      for (const int32_t input : op.inputs) {
-        const Matrix x = part(input);
-        for (int64_t r = 0; r < y.rows; ++r) std::copy_n(x.row(r), x.width, y.row(r) + column);
-        column += x.width;
-      }
-      return;
+      std::vector<Matrix> parts;
+      for (const int32_t input : op.inputs) parts.push_back(part(input));
+      return concat(parts, op.heads, part(op.outputs[0]));
     }
     case OpKind::kKvAppend: {
       const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
-      return attention::append(caches_[op.state], rows.segments, {k.data, k.stride},
+      return attention::append(caches_.kv[op.state], rows.segments, {k.data, k.stride},
                                {v.data, v.stride}, begin, end);
     }
+    case OpKind::kLayerNorm:
+      return layer_norm(part(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
+                        part(op.outputs[0]));
     case OpKind::kRmsNorm:
       return rms_norm(part(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
                       part(op.outputs[0]));
@@ -226,6 +242,23 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
       break;
     case OpKind::kGatherRows:
       gather_rows(op, rows);
+      break;
+    case OpKind::kHeadKeys:
+      head_linear(op, weights_.head_keys(op.weight));
+      break;
+    case OpKind::kHeadValues:
+      head_linear(op, weights_.head_values(op.weight));
+      break;
+    case OpKind::kIndexSelect:
+      index_select(op, rows);
+      break;
+    case OpKind::kLatentAppend: {
+      const Matrix x = tensor(op.inputs[0]);
+      latent::append(caches_.latents[op.state], rows.segments, x.data, x.stride);
+      break;
+    }
+    case OpKind::kLatentAttention:
+      latent_attention(op, rows);
       break;
     case OpKind::kLinear:
       linear(op);
@@ -312,7 +345,7 @@ void NetworkRunner::embedding(const PlanOp& op, const StepRows& rows) {
 void NetworkRunner::tree_attention(const PlanOp& op, const StepRows& rows) {
   const Matrix q = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
   attention::Attention call;
-  call.cache = caches_[op.state];
+  call.cache = caches_.kv[op.state];
   call.segments = rows.segments;
   call.visibility = op.causal_mask ? &rows.causal_visibility : &rows.visibility;
   call.positions = rows.positions;
@@ -323,6 +356,60 @@ void NetworkRunner::tree_attention(const PlanOp& op, const StepRows& rows) {
   call.output = y.data;
   call.output_stride = y.stride;
   attention::attend(call, parallel_, isa_);
+}
+
+void NetworkRunner::head_linear(const PlanOp& op, const std::vector<dense::Weight>& matrices) {
+  const Matrix x = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
+  for (size_t head = 0; head < matrices.size(); ++head) {
+    const dense::Weight& matrix = matrices[head];
+    const auto at = static_cast<int64_t>(head);
+    dense_input_.assign(x.data + at * matrix.in_features, x.rows, matrix.in_features, x.stride);
+    dense::linear(matrix, dense_input_, {y.data + at * matrix.out_features, y.stride}, parallel_,
+                  isa_);
+  }
+}
+
+void NetworkRunner::index_select(const PlanOp& op, const StepRows& rows) {
+  const Matrix q = tensor(op.inputs[0]), weights = tensor(op.inputs[1]);
+  const Matrix y = tensor(op.outputs[0]);
+  selection_.resize(y.rows * y.width);
+  indexer::Index call;
+  call.keys = caches_.latents[op.state];
+  call.segments = rows.segments;
+  call.visibility = &rows.visibility;
+  call.q = {q.data, q.stride};
+  call.weights = {weights.data, weights.stride};
+  call.heads = op.heads;
+  call.top_k = y.width;
+  indexer::select(call, op.name, selection_, parallel_, isa_);
+  for (int64_t r = 0; r < y.rows; ++r) {
+    std::memcpy(y.row(r), selection_.data() + r * y.width, y.width * sizeof(float));
+  }
+}
+
+void NetworkRunner::latent_attention(const PlanOp& op, const StepRows& rows) {
+  const Matrix q = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
+  mla::Attention call;
+  if (op.inputs.size() > 1) {
+    const Matrix chosen = tensor(op.inputs[1]);
+    selection_.resize(chosen.rows * chosen.width);
+    for (int64_t r = 0; r < chosen.rows; ++r) {
+      std::memcpy(selection_.data() + r * chosen.width, chosen.row(r),
+                  chosen.width * sizeof(float));
+    }
+    call.selection = selection_;
+    call.top_k = chosen.width;
+  }
+  call.cache = caches_.latents[op.state];
+  call.segments = rows.segments;
+  call.visibility = &rows.visibility;
+  call.q = {q.data, q.stride};
+  call.heads = op.heads;
+  call.value_dim = y.width / op.heads;
+  call.scale = op.scale;
+  call.output = y.data;
+  call.output_stride = y.stride;
+  mla::attend(call, parallel_, isa_);
 }
 
 void NetworkRunner::gated_delta_net(const PlanOp& op) {

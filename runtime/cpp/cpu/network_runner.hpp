@@ -11,8 +11,11 @@
 
 #include "plugins/cpu_isa.hpp"
 #include "plugins/dense_linear/dense_linear.hpp"
+#include "plugins/latent_cache.hpp"
+#include "plugins/mla_attention/cpu.hpp"
 #include "plugins/moe/moe.hpp"
 #include "plugins/nvfp4_linear/nvfp4_linear.hpp"
+#include "plugins/sparse_indexer/cpu.hpp"
 #include "plugins/tree_attention/cpu.hpp"
 #include "runtime/cpp/cpu/branch_states.hpp"
 #include "runtime/cpp/cpu/mapped_file.hpp"
@@ -32,6 +35,11 @@ class WeightTable {
   const nvfp4::Weight& nvfp4(int32_t index) const { return nvfp4_.at(index); }
   const dense::Weight& dense(int32_t index) const { return dense_.at(index); }
   const moe::Experts& experts(int32_t index) const { return experts_.at(index); }
+  // Of every head the matrix of its keys, and of its values.
+  const std::vector<dense::Weight>& head_keys(int32_t index) const { return head_keys_.at(index); }
+  const std::vector<dense::Weight>& head_values(int32_t index) const {
+    return head_values_.at(index);
+  }
   const float* vector(int32_t index) const { return vectors_.at(index); }
   // A convolution's vector [channels, kernel] as [kernel, channels].
   const float* taps(int32_t index) const { return taps_.at(index).data(); }
@@ -40,11 +48,13 @@ class WeightTable {
   void add_taps(const Plan& plan);
   void add_matrix(int32_t index, const PlanWeight& weight, std::span<const uint8_t> bytes,
                   const float* bias);
+  void add_heads(int32_t index, const PlanWeight& weight, std::span<const uint8_t> bytes);
 
   std::map<std::string, MappedFile> files_;
   std::map<int32_t, nvfp4::Weight> nvfp4_;
   std::map<int32_t, dense::Weight> dense_;
   std::map<int32_t, moe::Experts> experts_;
+  std::map<int32_t, std::vector<dense::Weight>> head_keys_, head_values_;
   std::map<int32_t, const float*> vectors_;
   std::map<int32_t, std::vector<float>> taps_;
 };
@@ -68,13 +78,19 @@ struct StepOutputs {
   std::vector<int32_t> token_ids;  // [outputs, top_k]
 };
 
+// Pages of all states, by state index; those of another kind are empty.
+struct PagedCaches {
+  std::vector<attention::PagedKv> kv;
+  std::vector<latent::Cache> latents;
+};
+
 class NetworkRunner {
  public:
-  // All references must outlive the runner. caches: by state index. branches: where rows
+  // All references must outlive the runner. branches: where rows
   // continue their parents' state. collectives: null on one rank.
   NetworkRunner(const Plan& plan, const PlanNetwork& network, const WeightTable& weights,
-                std::span<const attention::PagedKv> caches, BranchStates& branches,
-                Parallel& parallel, Isa isa, Collectives* collectives = nullptr);
+                const PagedCaches& caches, BranchStates& branches, Parallel& parallel, Isa isa,
+                Collectives* collectives = nullptr);
 
   // Makes room for the step's rows; an input tensor may be filled after this.
   void prepare(int64_t num_rows, int64_t num_outputs);
@@ -100,6 +116,9 @@ class NetworkRunner {
   void embedding(const PlanOp& op, const StepRows& rows);
   void tree_attention(const PlanOp& op, const StepRows& rows);
   void make_angles(const PlanOp& op, const StepRows& rows);
+  void head_linear(const PlanOp& op, const std::vector<dense::Weight>& matrices);
+  void index_select(const PlanOp& op, const StepRows& rows);
+  void latent_attention(const PlanOp& op, const StepRows& rows);
   void gated_delta_net(const PlanOp& op);
   void gather_rows(const PlanOp& op, const StepRows& rows);
   void top_k_log_probs(const PlanOp& op, int32_t top_k);
@@ -107,7 +126,7 @@ class NetworkRunner {
   const Plan& plan_;
   const PlanNetwork& network_;
   const WeightTable& weights_;
-  std::span<const attention::PagedKv> caches_;
+  const PagedCaches& caches_;
   BranchStates& branches_;
   Parallel& parallel_;
   const Isa isa_;
@@ -122,6 +141,7 @@ class NetworkRunner {
   bool prepared_ = false;  // nvfp4_input_ holds the rows of the next linear already
   dense::Input dense_input_;
   moe::ExpertRows expert_rows_;
+  std::vector<int32_t> selection_;  // as an op reads or writes it
   StepOutputs outputs_;
 };
 

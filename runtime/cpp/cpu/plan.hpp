@@ -23,7 +23,13 @@ enum class OpKind {
   kExpertsUp,
   kGatedDeltaNet,
   kGatherRows,
+  kHeadKeys,
+  kHeadValues,
+  kIndexSelect,
   kKvAppend,
+  kLatentAppend,
+  kLatentAttention,
+  kLayerNorm,
   kLinear,
   kRmsNorm,
   kRotaryEmbedding,
@@ -37,7 +43,7 @@ enum class OpKind {
 };
 
 // A float32 matrix [rows or outputs, width] inside a buffer; splits and reshapes of a
-// tensor are views of it.
+// tensor are views of it. What index_select gives are the bits of int32.
 struct PlanTensor {
   int32_t buffer = 0;
   int64_t offset = 0;  // of the first column, in floats
@@ -60,8 +66,8 @@ struct PlanOp {
   int32_t rope = -1;
   int32_t routing = -1;
   int32_t heads = 1;         // vectors per row; experts: slots; gated_delta_net: of keys
-  float scale = 1;           // tree_attention
-  double eps = 0;            // rms_norm
+  float scale = 1;           // tree_attention, latent_attention
+  double eps = 0;            // rms_norm, layer_norm
   int32_t window = 0;        // tree_attention; 0: none
   bool causal_mask = false;  // tree_attention: of a drafter's block
   // linear: this rank's part of K, whose segment sums all ranks add.
@@ -96,18 +102,24 @@ struct PlanWeight {
   int64_t experts = 0;               // stacked; 0: none are
   std::vector<float> expert_scales;  // NVFP4 experts: each one's global scale
   std::vector<int64_t> segments;     // bounds of the K segments, in blocks of 16
+  // Two matrices per head, packed one after another: of a head's first rows, transposed, and of
+  // its others. How many rows each has; empty: it is one matrix.
+  std::vector<int64_t> head_sizes;
 };
 
-enum class StateKind { kKv, kConv, kRecurrent };
+enum class StateKind { kKv, kLatent, kConv, kRecurrent };
 
-// Keys and values [heads, head_dim] per token; or per request a window [heads, head_dim] or
-// a recurrence's [heads, head_dim, value_dim].
+// Keys and values [heads, head_dim] per token, or one vector [head_dim]; or per request a window
+// [heads, head_dim] or a recurrence's [heads, head_dim, value_dim].
 struct PlanState {
   StateKind kind = StateKind::kKv;
   int64_t heads = 0;
   int64_t head_dim = 0;
   int64_t value_dim = 0;
   bool drafter = false;
+
+  // In pages, a token per row; others have one size per request.
+  bool paged() const { return kind == StateKind::kKv || kind == StateKind::kLatent; }
 };
 
 struct PlanRope {

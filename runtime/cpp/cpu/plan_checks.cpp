@@ -26,19 +26,21 @@ struct Arity {
   size_t outputs;
 };
 
-// Float tensors only; ids, positions and slots come with the step. kConcat takes any number,
-// kSplitHeads gives any.
+// Tensors in buffers only; ids, positions and slots come with the step. kConcat takes any number,
+// kSplitHeads gives any; kLatentAttention may have a selection too.
 Arity arity(OpKind kind) {
   switch (kind) {
     case OpKind::kAdd:
     case OpKind::kExpertsDown:
     case OpKind::kExpertsUp:
+    case OpKind::kIndexSelect:
     case OpKind::kSigmoidMul:
     case OpKind::kSiluMul:
       return {2, 1};
     case OpKind::kGatedDeltaNet:
       return {5, 1};
     case OpKind::kArgmax:
+    case OpKind::kLatentAppend:
     case OpKind::kTopKLogProbs:
       return {1, 0};
     case OpKind::kEmbedding:
@@ -48,6 +50,10 @@ Arity arity(OpKind kind) {
     case OpKind::kAllGather:
     case OpKind::kConcat:
     case OpKind::kGatherRows:
+    case OpKind::kHeadKeys:
+    case OpKind::kHeadValues:
+    case OpKind::kLatentAttention:
+    case OpKind::kLayerNorm:
     case OpKind::kLinear:
     case OpKind::kRmsNorm:
     case OpKind::kRotaryEmbedding:
@@ -78,6 +84,7 @@ void check_weight_use(const Plan& plan, const PlanOp& op, const std::string& whe
   }
   require(weight.kind != WeightKind::kVector, where, "a vector where a matrix is needed");
   require(weight.experts == 0, where, "experts where one matrix is needed");
+  require(weight.head_sizes.empty(), where, "heads where one matrix is needed");
   const bool table = op.kind == OpKind::kEmbedding;
   require(table ? weight.in_features == out && weight.kind == WeightKind::kDense
                 : weight.in_features == in && weight.out_features == out,
@@ -140,6 +147,60 @@ void check_vector(const Plan& plan, const PlanOp& op, const std::string& where, 
           "a vector of " + to_string(weight.out_features) + " for " + to_string(size));
 }
 
+// A norm's weight and bias after one another.
+void check_layer_norm(const Plan& plan, const PlanOp& op, const std::string& where, int64_t width) {
+  require(op.heads > 0 && width % op.heads == 0, where, "its parts do not fit its width");
+  check_vector(plan, op, where, 2 * (width / op.heads));
+}
+
+void check_heads(const Plan& plan, const PlanOp& op, const std::string& where, int64_t in,
+                 int64_t out) {
+  check_index(op.weight, plan.weights, where, "weight");
+  const PlanWeight& weight = plan.weights[op.weight];
+  require(weight.head_sizes.size() == 2, where, "a weight without heads");
+  const int64_t keys = weight.head_sizes[0], values = weight.head_sizes[1];
+  const int64_t heads = weight.out_features / (keys + values);
+  const bool of_keys = op.kind == OpKind::kHeadKeys;
+  require(in == heads * (of_keys ? keys : weight.in_features) &&
+              out == heads * (of_keys ? weight.in_features : values),
+          where,
+          to_string(heads) + " heads [" + to_string(keys) + " + " + to_string(values) + ", " +
+              to_string(weight.in_features) + "] between widths " + to_string(in) + " and " +
+              to_string(out));
+}
+
+int64_t latent_dim(const Plan& plan, const PlanOp& op, const std::string& where) {
+  check_index(op.state, plan.states, where, "state");
+  const PlanState& state = plan.states[op.state];
+  require(state.kind == StateKind::kLatent && state.heads == 1 && state.head_dim > 0, where,
+          "its state is no latent");
+  return state.head_dim;
+}
+
+// inputs: x; or q and the weights of each head; or q and a selection, if there is one.
+void check_latent(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
+                  const std::string& where) {
+  const int64_t dim = latent_dim(plan, op, where);
+  const int64_t in = network.tensors[op.inputs[0]].width;
+  const int64_t heads = op.kind == OpKind::kLatentAppend ? 1 : op.heads;
+  require(heads > 0 && in == heads * dim, where,
+          "width " + to_string(in) + " for " + to_string(heads) + " of " + to_string(dim));
+  if (op.kind == OpKind::kIndexSelect) {
+    const int64_t weights = network.tensors[op.inputs[1]].width;
+    require(weights == heads, where,
+            to_string(weights) + " weights for " + to_string(heads) + " heads");
+  }
+  if (op.kind != OpKind::kLatentAttention) return;
+  const int64_t out = network.tensors[op.outputs[0]].width;
+  require(out % heads == 0 && out / heads <= dim, where, "result of width " + to_string(out));
+  if (op.inputs.size() == 1) return;
+  const bool chosen = std::any_of(network.ops.begin(), network.ops.end(), [&](const PlanOp& other) {
+    return other.kind == OpKind::kIndexSelect && other.outputs.size() == 1 &&
+           other.outputs[0] == op.inputs[1];
+  });
+  require(chosen, where, "its selection is none");
+}
+
 void check_conv(const Plan& plan, const PlanOp& op, const std::string& where, int64_t width) {
   check_index(op.state, plan.states, where, "state");
   const PlanState& state = plan.states[op.state];
@@ -169,10 +230,10 @@ void check_delta(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
 }
 
 void check_parts(const PlanNetwork& network, const PlanOp& op, const std::string& where,
-                 int64_t width) {
+                 const std::vector<int32_t>& parts, int64_t width) {
   int64_t total = 0;
   bool whole = op.heads > 0;
-  for (const int32_t part : op.outputs) {
+  for (const int32_t part : parts) {
     const int64_t size = network.tensors[part].width;
     total += size;
     whole = whole && size % op.heads == 0;
@@ -195,8 +256,9 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
   for (const int32_t tensor : op.inputs) check_index(tensor, network.tensors, where, "tensor");
   for (const int32_t tensor : op.outputs) check_index(tensor, network.tensors, where, "tensor");
   const Arity expected = arity(op.kind);
-  const bool fits =
-      op.kind == OpKind::kConcat ? !op.inputs.empty() : op.inputs.size() == expected.inputs;
+  const bool selects = op.kind == OpKind::kLatentAttention && op.inputs.size() == 2;
+  const bool fits = op.kind == OpKind::kConcat ? !op.inputs.empty()
+                                               : selects || op.inputs.size() == expected.inputs;
   const bool gives =
       op.kind == OpKind::kSplitHeads ? !op.outputs.empty() : op.outputs.size() == expected.outputs;
   require(fits && gives, where, "wrong number of operands");
@@ -225,8 +287,23 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
       check_delta(plan, network, op, where);
       return;
     case OpKind::kSplitHeads:
-      check_parts(network, op, where, in);
+      check_parts(network, op, where, op.outputs, in);
       return;
+    case OpKind::kConcat:
+      check_parts(network, op, where, op.inputs, out);
+      return;
+    case OpKind::kHeadKeys:
+    case OpKind::kHeadValues:
+      check_heads(plan, op, where, in, out);
+      return;
+    case OpKind::kIndexSelect:
+    case OpKind::kLatentAppend:
+    case OpKind::kLatentAttention:
+      check_latent(plan, network, op, where);
+      return;
+    case OpKind::kLayerNorm:
+      check_layer_norm(plan, op, where, in);
+      break;
     case OpKind::kSigmoidMul:
       require(total == 2 * in || total == in + 1, where, "operands differ in width");
       break;
@@ -253,10 +330,9 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
     default:
       break;
   }
-  const bool same_width = op.kind == OpKind::kConcat ? total == out : in == out;
   const bool free = op.outputs.empty() || op.kind == OpKind::kEmbedding ||
                     op.kind == OpKind::kLinear || op.kind == OpKind::kAllGather;
-  require(free || same_width, where, "result of width " + to_string(out));
+  require(free || in == out, where, "result of width " + to_string(out));
 }
 
 void check_network(const Plan& plan, const std::string& name, const PlanNetwork& network) {
@@ -291,6 +367,11 @@ void check_plan(const Plan& plan) {
     require(weight.kind != WeightKind::kVector || weight.bytes == 4 * weight.out_features,
             weight.name,
             to_string(weight.bytes) + " bytes for a vector of " + to_string(weight.out_features));
+    const auto& sizes = weight.head_sizes;
+    require(sizes.empty() || (weight.kind == WeightKind::kDense && sizes.size() == 2 &&
+                              sizes[0] > 0 && sizes[1] > 0 && weight.in_features > 0 &&
+                              weight.out_features % (sizes[0] + sizes[1]) == 0),
+            weight.name, "its heads do not fit " + to_string(weight.out_features) + " rows");
     require(
         weight.experts >= 0 && (weight.kind != WeightKind::kNvfp4 ||
                                 weight.expert_scales.size() == static_cast<size_t>(weight.experts)),

@@ -29,6 +29,19 @@ TRTREE_CLONES void norm_part(const float* x, const float* weight, int64_t n, dou
   for (int64_t j = 0; j < n; ++j) y[j] = static_cast<float>(x[j] * scale * weight[j]);
 }
 
+// parameters: the weight [n], then the bias.
+TRTREE_CLONES void layer_norm_part(const float* x, const float* parameters, int64_t n, double eps,
+                                   float* y) {
+  double total = 0, squares = 0;
+  for (int64_t i = 0; i < n; ++i) total += x[i];
+  const double mean = total / static_cast<double>(n);
+  for (int64_t i = 0; i < n; ++i) squares += (x[i] - mean) * (x[i] - mean);
+  const double scale = 1.0 / std::sqrt(squares / static_cast<double>(n) + eps);
+  for (int64_t i = 0; i < n; ++i) {
+    y[i] = static_cast<float>((x[i] - mean) * scale * parameters[i] + parameters[n + i]);
+  }
+}
+
 TRTREE_CLONES void add_row(const float* a, const float* b, int64_t n, float* y) {
   for (int64_t i = 0; i < n; ++i) y[i] = a[i] + b[i];
 }
@@ -74,6 +87,16 @@ void rms_norm(const Matrix& x, const float* weight, int64_t heads, double eps, c
   for (int64_t r = 0; r < y.rows; ++r) {
     for (int64_t h = 0; h < heads; ++h) {
       norm_part(x.row(r) + h * n, weight, n, eps, y.row(r) + h * n);
+    }
+  }
+}
+
+void layer_norm(const Matrix& x, const float* parameters, int64_t heads, double eps,
+                const Matrix& y) {
+  const int64_t n = x.width / heads;
+  for (int64_t r = 0; r < y.rows; ++r) {
+    for (int64_t h = 0; h < heads; ++h) {
+      layer_norm_part(x.row(r) + h * n, parameters, n, eps, y.row(r) + h * n);
     }
   }
 }
@@ -137,6 +160,18 @@ void split_heads(const Matrix& x, int64_t heads, std::span<const Matrix> parts) 
         const int64_t n = part.width / heads;
         std::copy_n(from, n, part.row(r) + h * n);
         from += n;
+      }
+    }
+  }
+}
+
+void concat(std::span<const Matrix> parts, int64_t heads, const Matrix& y) {
+  for (int64_t r = 0; r < y.rows; ++r) {
+    float* to = y.row(r);
+    for (int64_t h = 0; h < heads; ++h) {
+      for (const Matrix& part : parts) {
+        const int64_t n = part.width / heads;
+        to = std::copy_n(part.row(r) + h * n, n, to);
       }
     }
   }

@@ -28,6 +28,11 @@ struct Matrix {
 // x / sqrt(mean(x^2) + eps) * weight over each of `heads` equal parts of a row; float64 inside.
 void rms_norm(const Matrix& x, const float* weight, int64_t heads, double eps, const Matrix& y);
 
+// (x - mean) / sqrt(variance + eps) * weight + bias over each of `heads` equal parts of a row;
+// parameters: the weight, then the bias. float64 inside.
+void layer_norm(const Matrix& x, const float* parameters, int64_t heads, double eps,
+                const Matrix& y);
+
 // cos and sin of position * inv_freq, times scaling: float64 [rows, 2 * n], cosines first.
 void rotary_angles(std::span<const int32_t> positions, const PlanRope& rope, double* angles);
 
@@ -43,6 +48,9 @@ void sigmoid_mul(const Matrix& x, const Matrix& gate, const Matrix& y);
 
 // Each of `heads` equal parts of a row, cut into the parts' own; copies.
 void split_heads(const Matrix& x, int64_t heads, std::span<const Matrix> parts);
+
+// The parts' `heads` equal parts of a row side by side, head by head.
+void concat(std::span<const Matrix> parts, int64_t heads, const Matrix& y);
 
 // x * weight, one number per column.
 void scale(const Matrix& x, const float* weight, const Matrix& y);

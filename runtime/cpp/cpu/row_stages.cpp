@@ -67,6 +67,7 @@ bool is_row_local(OpKind kind) {
     case OpKind::kAdd:
     case OpKind::kConcat:
     case OpKind::kKvAppend:
+    case OpKind::kLayerNorm:
     case OpKind::kRmsNorm:
     case OpKind::kRotaryEmbedding:
     case OpKind::kScale:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from decoding import run
 from engines import DEMO_VOCAB, random_checkpoint, tiny_config
 from random_drafter import random_drafter
 from random_hybrid import hybrid_config
@@ -20,10 +21,20 @@ from trtree.build import builder
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.network.network import NetworkError
 from trtree.build.options import BuildOptions, OptionError
+from trtree.build.plan import memory_plan
 from trtree.runtime.engines.cpu import load_cpu_engine
-from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
+from trtree.runtime.executor import (
+    DecodingMode,
+    Executor,
+    ExecutorConfig,
+    KvCacheConfig,
+    Request,
+    SpeculativeConfig,
+)
 
 PAGES = list(range(16))
+PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
+KEY_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 12}
 
 
 def load(path: Path) -> _core.Engine:
@@ -34,7 +45,8 @@ def load(path: Path) -> _core.Engine:
 
 
 def transcript(engine: _core.Engine, vocab: int) -> list[bytes]:
-    """A prompt, a tree, a commit of a path of it, a draft and a tree again: every result."""
+    """A prompt, a tree, a commit of a path of it, a draft and a tree again: every result. State
+    beside KV is saved on the way, and loaded to another slot."""
     rng = random.Random(3)
     results = []
 
@@ -52,8 +64,13 @@ def transcript(engine: _core.Engine, vocab: int) -> list[bytes]:
         tokens, parents = random_tree(rng, nodes, vocab)
         keep(*run_rows(engine, [(at, tokens, parents)]))
         path = [0, *(row for row, parent in enumerate(parents) if parent == 0)][:2]
-        engine.commit([_core.Commit(at, path)])
+        saves = [_core.StateSave(1, 2)] if engine.capabilities().state_snapshots else []
+        engine.commit([_core.Commit(at, path, saves=saves)])
         committed += len(path)
+    if engine.capabilities().state_snapshots:
+        engine.load_state(2, 3)
+        at = _core.Sequence(9, 3, committed - 1, PAGES)
+        keep(*run_rows(engine, [(at, [5, 6], [-1, 0])]))
     return results
 
 
@@ -116,8 +133,8 @@ def test_every_number_of_ranks_gives_the_same_bits(
     [
         qwen3_moe_config,
         glm4_moe_config,
-        partial(hybrid_config, "Qwen3NextForCausalLM"),
-        partial(hybrid_config, "Qwen3_5MoeForCausalLM"),
+        partial(hybrid_config, "Qwen3NextForCausalLM", **KEY_HEADS),
+        partial(hybrid_config, "Qwen3_5MoeForCausalLM", **KEY_HEADS),
     ],
 )
 def test_experts_and_a_drafter_on_every_number_of_ranks(
@@ -135,7 +152,7 @@ def test_experts_and_a_drafter_on_every_number_of_ranks(
         return builder.write(builder.describe(options))
 
     one, two, four = (transcript(load(built(tp)), 81) for tp in (1, 2, 4))
-    assert len(one) == 7
+    assert len(one) == (8 if "linear_num_key_heads" in described else 7)
     assert one == two
     assert one == four
 
@@ -179,7 +196,7 @@ def test_the_executor_emits_the_same_tokens(demo_engine: Callable[..., Path]) ->
         SpeculativeConfig(DecodingMode.TREE, tree_budget=16),
     ]
 
-    def run(tp: int) -> list[list[int]]:
+    def decoded(tp: int) -> list[list[int]]:
         executor = Executor(load(demo_engine(tp=tp)))
         output: dict[int, list[int]] = {}
         for prompt, mode in zip(prompts, modes, strict=True):
@@ -189,7 +206,7 @@ def test_the_executor_emits_the_same_tokens(demo_engine: Callable[..., Path]) ->
                 output[response.request_id] += response.token_ids
         return list(output.values())
 
-    assert run(1) == run(2)
+    assert decoded(1) == decoded(2)
 
 
 def test_a_rank_stores_its_part_only(demo_engine: Callable[..., Path]) -> None:
@@ -223,6 +240,51 @@ def test_what_does_not_divide_is_refused_by_name(
     options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine", tp=tp)
     with pytest.raises(NetworkError, match=named):
         builder.describe(options)
+
+
+def hybrid(tmp_path: Path, tp: int, **changes: int) -> BuildOptions:
+    sizes = KEY_HEADS | {"num_key_value_heads": 4, "intermediate_size": 128}
+    config = hybrid_config("Qwen3_5ForCausalLM", **(sizes | changes))
+    checkpoint = tmp_path / "target"
+    if not checkpoint.exists():
+        random_checkpoint(checkpoint, config, algorithm="NVFP4")
+    return BuildOptions(
+        checkpoint=checkpoint, output=tmp_path / f"tp{tp}", kv_tokens=512, max_num_rows=128, tp=tp
+    )
+
+
+def test_key_heads_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        NetworkError, match=r"linear_attn\.\S+: key heads: 2 does not divide among 4 ranks"
+    ):
+        builder.describe(hybrid(tmp_path, 4, linear_num_key_heads=2))
+
+
+def test_a_rank_keeps_its_heads_state(tmp_path: Path) -> None:
+    """Of 12 value heads 16 x 32 numbers each, and 3 inputs of 2 * 4 * 16 + 12 * 32 channels."""
+    for tp in (1, 2, 4):
+        description = builder.describe(hybrid(tmp_path, tp))
+        assert description.request_state_bytes == 4 * (12 * 16 * 32 + 3 * 512) // tp
+        rows = dict(memory_plan(description))
+        kept = 512 + 4 * 16 + 12 * 32 + 12  # of a row: its input, key, update and decay
+        assert rows[f"kept of a step, 128 rows x {4 * kept / tp / 1024:.1f} KiB"]
+    whole, half = (
+        sum(file.stat().st_size for file in builder.write(description).glob("target.rank0.bin"))
+        for description in (builder.describe(hybrid(tmp_path, tp)) for tp in (1, 2))
+    )
+    assert half < 0.6 * whole  # embeddings and norms are whole
+
+
+def test_ranks_go_on_from_snapshots_of_their_own_parts(tmp_path: Path) -> None:
+    requests = [Request([7] * 40 + [i], 8, speculative=PLAIN) for i in range(3)]
+    cache = ExecutorConfig(kv_cache_config=KvCacheConfig(snapshot_interval=16))
+    answers = []
+    for tp in (1, 2):
+        executor = Executor(load(builder.write(builder.describe(hybrid(tmp_path, tp)))), cache)
+        answers.append([run(executor, [request])[0] for request in requests])
+    (one, two) = ([(tokens, last.statistics.cached_tokens) for tokens, last in a] for a in answers)
+    assert one == two
+    assert [cached for _, cached in two] == [0, 32, 32]
 
 
 def test_the_reference_engine_runs_on_one_rank() -> None:

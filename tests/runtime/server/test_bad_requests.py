@@ -57,6 +57,7 @@ def check(response: httpx.Response, status: int, part: str, param: str | None = 
         ({"logprobs": 21}, "less than or equal to 20", "logprobs"),
         ({"logit_bias": {"x": 1}}, "'x' is no token id", "logit_bias"),
         ({"logit_bias": {"\u0661": 1}}, "is no token id", "logit_bias"),
+        ({"logit_bias": {"1": 1, "01": 2}}, "token 1 is given twice", "logit_bias"),
         ({"logit_bias": {"1": 1000}}, "less than or equal to 100", "logit_bias"),
         ({"stop": ""}, "at least 1 character", "stop"),
         ({"stop": ["x"] * 33}, "at most 32 items", "stop"),
@@ -163,11 +164,27 @@ def test_bodies(server: ServerProcess, content: bytes, headers: dict[str, str], 
 
 def test_paths_methods_and_models(server: ServerProcess) -> None:
     check(server.http.get("/v1/nothing"), 404, "/v1/nothing does not exist")
+    check(server.http.get("/health/"), 404, "/health/ does not exist")
     check(server.http.get(COMPLETIONS), 405, "does not take GET")
     check(server.http.get("/v1/models/other"), 404, "'other' is not served here", "model")
     assert server.http.get("/v1/models/demo").json()["id"] == "demo"
     body = {"model": "gpt-4", "prompt": "a"}
     check(server.http.post(COMPLETIONS, json=body), 404, "'gpt-4'", "model")
+
+
+@pytest.mark.parametrize("changes", [{"prompt": "a " * 5000}, {"max_tokens": 4000}])
+def test_too_long_for_the_engine(server: ServerProcess, changes: dict[str, Any]) -> None:
+    """By the code that OpenAI's clients look for."""
+    for path, prompt in (
+        (COMPLETIONS, {"prompt": "a"}),
+        (CHAT, {"messages": [{"role": "user", "content": changes.get("prompt", "a")}]}),
+    ):
+        extra = (
+            changes if path == COMPLETIONS else {k: v for k, v in changes.items() if k[0] == "m"}
+        )
+        response = server.http.post(path, json=prompt | extra)
+        check(response, 400, "max_seq_len 2048")
+        assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_null_is_the_default(server: ServerProcess) -> None:
