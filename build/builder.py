@@ -31,7 +31,7 @@ from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
 from trtree.build.network.graph import Graph
-from trtree.build.network.network import ITEM_BYTES, DType, Network, Owner
+from trtree.build.network.network import ITEM_BYTES, DType, Network, Owner, State
 from trtree.build.options import BuildOptions, OptionError
 from trtree.build.quantization_record import quantization_record, warn_of_differences
 from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, SourceWithWeights
@@ -93,7 +93,7 @@ class EngineDescription:
         """Recurrent state and convolution windows that a request keeps on one rank, whatever
         its length."""
         shard = Shard(0, self.options.tp)
-        states = {}
+        states: dict[str, State] = {}
         for network in self.networks.values():
             division = Division(network, shard)
             branching = [state for state in network.states.values() if not state.paged]

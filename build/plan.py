@@ -5,7 +5,8 @@ from typing import Any
 
 from trtree.build.builder import EngineDescription
 from trtree.build.hardware import Hardware
-from trtree.build.lowering.tensorrt.backend import encoding
+from trtree.build.lowering.shard import Shard
+from trtree.build.lowering.tensorrt.backend import encoding, most_padded_rows
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
 from trtree.build.network.network import Network
 from trtree.build.text_files import size_text
@@ -50,6 +51,7 @@ def memory_plan(
             ("left", size_text(left) if left >= 0 else f"none: {size_text(-left)} too much")
         )
         rows.append(("tokens of KV that fit", f"{kv_tokens_that_fit(description, hardware)}"))
+    rows += _token_rows(description)
     rows += _expert_reads(description)
     rows.append(("longest request", f"{description.max_seq_len} tokens"))
     if description.drafter:
@@ -108,14 +110,33 @@ def _paged_kv(description: EngineDescription) -> tuple[str, int]:
     return name, tokens * kv_bytes_per_token(description)
 
 
+def _token_rows(description: EngineDescription) -> list[tuple[str, str]]:
+    """What a token keeps on every rank where attention is latent: its kinds, with their bytes."""
+    network = description.networks["target"]
+    names = {"latent_attention": "latents", "index_select": "indexer keys"}
+    states = {
+        op.state: names[op.kind] for op in network.ops if op.state is not None and op.kind in names
+    }
+    sizes = dict.fromkeys(names.values(), 0)
+    for state, kind in states.items():
+        sizes[kind] += network.states[state].token_bytes
+    if not states:
+        return []
+    parts = [f"{size_text(size)} of {kind}" for kind, size in sizes.items()]
+    return [("a token keeps", f"{' and '.join(parts)}, whole on every rank")]
+
+
 def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
     """State of requests that does not grow with their tokens, and what a step adds to it."""
     options = description.options
     per_request = description.request_state_bytes
     if not per_request:
         return []
-    per_row = step_state_bytes_per_row(description.networks["target"]) // options.tp
+    target = description.networks["target"]
+    per_row = step_state_bytes_per_row(target) // options.tp
     requests, rows = options.max_batch_size, options.max_num_rows
+    if options.on_tensorrt:
+        rows = most_padded_rows(description.engine_sizes.profiles(target, Shard(0, options.tp)))
     table = [(f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request)]
     if snapshots := description.num_snapshots:
         name = f"snapshots of it, {snapshots} x {size_text(per_request)}"
