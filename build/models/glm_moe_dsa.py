@@ -83,7 +83,7 @@ class GlmMoeDsaConfig(Glm4MoeConfig):
             index_heads=read.positive("index_n_heads", 32),
             index_dim=_index_dim(read, rope_dim),
             index_top_k=read.positive("index_topk", 2048),
-            own_indexer=_own_indexers(config, read, layers),
+            own_indexer=own_indexers(config, layers),
         )
 
 
@@ -191,9 +191,16 @@ def _dense_layers(config: Mapping[str, Any], read: ConfigReader, layers: int) ->
     return first
 
 
-def _own_indexers(config: Mapping[str, Any], read: ConfigReader, layers: int) -> tuple[bool, ...]:
-    """``indexer_types``, else ``index_topk_pattern``, else every ``index_topk_freq``-th layer
-    behind ``index_skip_topk_offset`` (transformers' configuration_glm_moe_dsa.py)."""
+def own_indexers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Per layer, whether it chooses keys itself instead of sharing the last choice.
+
+    ``indexer_types``, else ``index_topk_pattern``, else every ``index_topk_freq``-th layer
+    behind ``index_skip_topk_offset`` (transformers' configuration_glm_moe_dsa.py).
+
+    Raises:
+        NetworkError: they do not name every layer, or not the first as one that chooses.
+    """
+    read = ConfigReader(config)
     name = read.present("indexer_types", "index_topk_pattern")
     kinds = config.get(name)
     if kinds is None:

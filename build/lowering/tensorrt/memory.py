@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from trtree.build.lowering.division import Division
 from trtree.build.lowering.tensorrt.backend import Sizes
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS, Profile
 from trtree.build.lowering.tensorrt.paged import PagedSizes
@@ -14,11 +15,8 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
 
 def kv_bytes(network: Network, sizes: Sizes, encoding: Encoding) -> int:
     """The caches of all of a network's layers, one rank's heads."""
-    per_slot = sum(
-        2 * len(encoding.shard.kv_heads(s.heads, s.name)) * s.head_dim * _ITEM_BYTES[s.dtype]
-        for s in network.states.values()
-        if s.kind == "kv"
-    )
+    division = Division(network, encoding.shard)
+    per_slot = sum(division.state(s).token_bytes for s in network.states.values() if s.paged)
     return sizes.kv_slots * per_slot
 
 
