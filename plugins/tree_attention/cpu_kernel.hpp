@@ -263,7 +263,7 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
   for (size_t r = 0; r < scratch.tails.size(); ++r) {
     const auto [first, count] = scratch.tails[r];
     score_keys(queries.subspan(r * group, group), scratch.keys.data() + first, count, prefix, d,
-               attention.scale, 0);
+               attention.scale);
   }
   for (Query& query : queries) query.total = softmax(query.weights, query.visible);
 
@@ -275,7 +275,7 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
   }
   for (size_t r = 0; r < scratch.tails.size(); ++r) {
     const auto [first, count] = scratch.tails[r];
-    sum_values(queries.subspan(r * group, group), scratch.keys.data() + first, count, prefix, d, 0);
+    sum_values(queries.subspan(r * group, group), scratch.keys.data() + first, count, prefix, d);
   }
   for (const Query& query : queries) {
     for (int64_t i = 0; i < d; i += kLanes) store(query.out + i, load(query.out + i) / query.total);

@@ -176,8 +176,11 @@ void NetworkRunner::run_rows(const PlanOp& op, const StepRows& rows, int64_t beg
   switch (op.kind) {
     case OpKind::kAdd:
       return add(part(op.inputs[0]), part(op.inputs[1]), part(op.outputs[0]));
-    case OpKind::kConcat:
-      return concat(op, begin, end);
+    case OpKind::kConcat: {
+      std::vector<Matrix> parts;
+      for (const int32_t input : op.inputs) parts.push_back(part(input));
+      return concat(parts, op.heads, part(op.outputs[0]));
+    }
     case OpKind::kKvAppend: {
       const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
       return attention::append(caches_.kv[op.state], rows.segments, {k.data, k.stride},
@@ -428,23 +431,6 @@ void NetworkRunner::make_angles(const PlanOp& op, const StepRows& rows) {
   rotary_angles(rows.positions, rope, angles.data());
 }
 
-// Head by head, side by side.
-void NetworkRunner::concat(const PlanOp& op, int64_t begin, int64_t end) {
-  const Matrix y = tensor(op.outputs[0]).slice(begin, end);
-  const int64_t heads = op.heads, width = y.width / heads;
-  int64_t column = 0;
-  for (const int32_t input : op.inputs) {
-    const Matrix x = tensor(input).slice(begin, end);
-    const int64_t part = x.width / heads;
-    for (int64_t r = 0; r < y.rows; ++r) {
-      for (int64_t h = 0; h < heads; ++h) {
-        std::copy_n(x.row(r) + h * part, part, y.row(r) + h * width + column);
-      }
-    }
-    column += part;
-  }
-}
-
 void NetworkRunner::gather_rows(const PlanOp& op, const StepRows& rows) {
   const Matrix x = tensor(op.inputs[0]), y = tensor(op.outputs[0]);
   for (int64_t r = 0; r < y.rows; ++r) {
@@ -460,6 +446,9 @@ void NetworkRunner::top_k_log_probs(const PlanOp& op, int32_t top_k) {
   ddtree::top_k_log_probs({logits.data, static_cast<size_t>(logits.rows * logits.width)},
                           static_cast<int32_t>(logits.rows), static_cast<int32_t>(logits.width),
                           top_k, parallel_.num_threads(), outputs_.log_probs, outputs_.token_ids);
+  if (op.weight < 0) return;
+  const float* const offsets = weights_.vector(op.weight);
+  for (int32_t& id : outputs_.token_ids) id += static_cast<int32_t>(offsets[id]);
 }
 
 }  // namespace trtree::cpu

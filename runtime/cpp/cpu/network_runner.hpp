@@ -115,11 +115,10 @@ class NetworkRunner {
   void experts_down(const PlanOp& op);
   void embedding(const PlanOp& op, const StepRows& rows);
   void tree_attention(const PlanOp& op, const StepRows& rows);
+  void make_angles(const PlanOp& op, const StepRows& rows);
   void head_linear(const PlanOp& op, const std::vector<dense::Weight>& matrices);
   void index_select(const PlanOp& op, const StepRows& rows);
   void latent_attention(const PlanOp& op, const StepRows& rows);
-  void concat(const PlanOp& op, int64_t begin, int64_t end);
-  void make_angles(const PlanOp& op, const StepRows& rows);
   void gated_delta_net(const PlanOp& op);
   void gather_rows(const PlanOp& op, const StepRows& rows);
   void top_k_log_probs(const PlanOp& op, int32_t top_k);

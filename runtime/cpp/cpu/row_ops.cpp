@@ -165,6 +165,18 @@ void split_heads(const Matrix& x, int64_t heads, std::span<const Matrix> parts) 
   }
 }
 
+void concat(std::span<const Matrix> parts, int64_t heads, const Matrix& y) {
+  for (int64_t r = 0; r < y.rows; ++r) {
+    float* to = y.row(r);
+    for (int64_t h = 0; h < heads; ++h) {
+      for (const Matrix& part : parts) {
+        const int64_t n = part.width / heads;
+        to = std::copy_n(part.row(r) + h * n, n, to);
+      }
+    }
+  }
+}
+
 void scale(const Matrix& x, const float* weight, const Matrix& y) {
   for (int64_t r = 0; r < y.rows; ++r) scale_row(x.row(r), weight, y.width, y.row(r));
 }

@@ -49,6 +49,9 @@ void sigmoid_mul(const Matrix& x, const Matrix& gate, const Matrix& y);
 // Each of `heads` equal parts of a row, cut into the parts' own; copies.
 void split_heads(const Matrix& x, int64_t heads, std::span<const Matrix> parts);
 
+// The parts' `heads` equal parts of a row side by side, head by head.
+void concat(std::span<const Matrix> parts, int64_t heads, const Matrix& y);
+
 // x * weight, one number per column.
 void scale(const Matrix& x, const float* weight, const Matrix& y);
 

@@ -8,20 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from decoding import run
-from engines import DEMO_VOCAB, random_checkpoint, tiny_config
+from engines import DEMO_VOCAB, ROOT, random_checkpoint, tiny_config
 from random_drafter import random_drafter
 from random_glm5 import glm5_config
 from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
+from speculators_format import reduced, write_speculators
 from steps import prefill, random_tree, run_rows
 from thread_ranks import ThreadRanks
 from trtree import _core
 from trtree.build import builder
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.network.network import NetworkError
-from trtree.build.options import BuildOptions, OptionError
+from trtree.build.options import BuildOptions, OptionError, read_options
 from trtree.build.plan import memory_plan
 from trtree.runtime.engines.cpu import load_cpu_engine
 from trtree.runtime.executor import (
@@ -206,6 +208,19 @@ def test_the_demo_with_its_drafter(demo_engine: Callable[..., Path]) -> None:
     assert len(one) == 7
     assert one == two
     assert one == four
+
+
+def test_a_drafter_of_a_reduced_vocabulary(tmp_path: Path) -> None:
+    ids = torch.arange(2, DEMO_VOCAB, 3)
+    drafter = write_speculators(tmp_path / "drafter", reduced(ids), draft_vocab_size=len(ids))
+    options = read_options(ROOT / "configs" / "demo.yaml").with_changes({"drafter": drafter})
+
+    def built(tp: int) -> Path:
+        changes = {"output": tmp_path / f"tp{tp}", "tp": tp}
+        return builder.write(builder.describe(options.with_changes(changes)))
+
+    one, two = (transcript(load(built(tp)), DEMO_VOCAB) for tp in (1, 2))
+    assert one == two
 
 
 def test_the_executor_emits_the_same_tokens(demo_engine: Callable[..., Path]) -> None:
