@@ -170,7 +170,7 @@ def _write_heads(file: ResumableFile, weight: Weight, checkpoint: WeightReader) 
     assert isinstance(linear.weight, torch.Tensor)  # it is stored dense
     keys, values = weight.head_sizes
     places = []
-    for head in linear.weight.split(keys + values):
+    for head in torch.split(linear.weight, keys + values):
         for matrix in (head[:keys].T.contiguous(), head[keys:].contiguous()):
             places.append(_append(file, dense_cpu.pack(matrix)))
     entry = {"offset": places[0]["offset"], "bytes": sum(place["bytes"] for place in places)}
