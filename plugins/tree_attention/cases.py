@@ -8,7 +8,7 @@ factor values occurs together at least once), ``all_cases`` the whole table.
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,19 +90,25 @@ class AttentionInputs:
 
 
 def pairwise_cases() -> list[AttentionCase]:
+    """The sample of this table."""
+    return [AttentionCase(**choice) for choice in pairwise(FACTORS, _cost)]
+
+
+def pairwise(
+    factors: dict[str, tuple[Any, ...]], cost: Callable[[dict[str, Any]], float]
+) -> list[dict[str, Any]]:
     """A small covering sample, the same every time: greedy over random candidates, the
-    cheaper of two that cover as much."""
+    cheaper of two that cover as much. ``cost`` is in units of pairs covered."""
     rng = random.Random(0)
-    names = list(FACTORS)
-    open_pairs = set(_pairs(FACTORS))
+    open_pairs = set(_pairs(factors))
     cases = []
     while open_pairs:
         best = max(
-            (_candidate(rng, open_pairs, names) for _ in range(40)),
-            key=lambda choice: len(open_pairs.intersection(_pairs_of(choice))) - _cost(choice),
+            (_candidate(rng, open_pairs, factors) for _ in range(40)),
+            key=lambda choice: len(open_pairs.intersection(_pairs_of(choice))) - cost(choice),
         )
         open_pairs.difference_update(_pairs_of(best))
-        cases.append(AttentionCase(**{name: best[name] for name in names}))
+        cases.append({name: best[name] for name in factors})
     return cases
 
 
@@ -227,10 +233,10 @@ def _filled_cache(
 
 
 def _candidate(
-    rng: random.Random, open_pairs: set[tuple[object, ...]], names: list[str]
+    rng: random.Random, open_pairs: set[tuple[object, ...]], factors: dict[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
     """A random case that holds one pair still open, so that the sample always ends."""
-    choice = {name: rng.choice(FACTORS[name]) for name in names}
+    choice = {name: rng.choice(values) for name, values in factors.items()}
     first, value, second, other = rng.choice(sorted(open_pairs, key=str))
     return choice | {str(first): value, str(second): other}
 

@@ -150,7 +150,11 @@ class KvStores:
     @classmethod
     def of(cls, caches: Sequence[PagedKv]) -> "KvStores":
         """Raises ValueError where the caches differ in shape or type."""
-        stores = [store for cache in caches for store in (cache.k, cache.v)]
+        return cls.of_tensors([store for cache in caches for store in (cache.k, cache.v)])
+
+    @classmethod
+    def of_tensors(cls, stores: Sequence[torch.Tensor]) -> "KvStores":
+        """Stores [pages, page_size, ...] one by one, such as latent caches."""
         kinds = {(tuple(store.shape), str(store.dtype)) for store in stores}
         if len(kinds) != 1:
             raise ValueError(
@@ -162,7 +166,7 @@ class KvStores:
         return cls(
             torch.tensor(addresses, dtype=torch.int64, device=first.device),
             first.shape[1],
-            first.shape[2] * first.shape[3] * first.element_size() // 4,
+            first[0, 0].numel() * first.element_size() // 4,
         )
 
 

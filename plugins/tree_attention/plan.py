@@ -20,6 +20,10 @@ MIN_SPLIT_KEYS = 256
 SPLIT_STEP = 128
 
 
+# A request's number, the request, its first row in the tile, and how many.
+Tile = tuple[int, AttentionSegment, int, int]
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """work: int32 [items, 7], the fields at the top of kernels/attention.py.
@@ -114,12 +118,26 @@ def plan_attention(
         for first in range(0, segment.num_rows, block_m // group)
     ]
     ranges = [_key_range(segment, window) for _, segment, _, _ in tiles]
-    limit = max(target_ctas // kv_heads, 1)
+    return cut_tiles(tiles, ranges, num_rows, max(target_ctas // kv_heads, 1), max_items)
+
+
+def cut_tiles(
+    tiles: Sequence[Tile],
+    ranges: Sequence[tuple[int, int]],
+    num_rows: int,
+    target_items: int,
+    max_items: int | None,
+) -> AttentionPlan:
+    """Cut each tile's range of keys [begin, end) so that about ``target_items`` items result.
+
+    Raises:
+        ValueError: max_items is below one per tile.
+    """
     if max_items is not None:
         if max_items < len(tiles):
             raise ValueError(f"{len(tiles)} tiles of rows do not fit {max_items} work items")
-        limit = min(limit, max_items)
-    split = _split_size([end - begin for begin, end in ranges], max(limit, len(tiles)))
+        target_items = min(target_items, max_items)
+    split = _split_size([end - begin for begin, end in ranges], max(target_items, len(tiles)))
 
     work: list[tuple[int, ...]] = []
     row_splits = torch.zeros(num_rows, 3, dtype=torch.int32)

@@ -101,9 +101,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def print_table(kernels: list[dict[str, Any]]) -> None:
-    """Rows of ``figures``."""
-    table = Table("kernel", "SM", "head", "registers", "shared", "limit", "spills")
+def print_table(kernels: list[dict[str, Any]], *more: str) -> None:
+    """Rows of ``figures``, and ``more`` columns behind them."""
+    table = Table("kernel", "SM", "head", "registers", "shared", "limit", "spills", *more)
     for row in kernels:
         table.add_row(*("" if value is None else str(value) for value in row.values()))
     Console().print(table)

@@ -30,7 +30,7 @@ TRITON_TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float32: "fp32",
 }
-_DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def attention_spec(layer: LayerConfig, sm: int) -> KernelSpec:
             "PAGE_SIZE": layer.page_size,
             "SCALE_LOG2": layer.scale * math.log2(math.e),
             "WINDOW": layer.window or 0,
-            "DOT_DTYPE": _DOT_TYPES[layer.dtype],
+            "DOT_DTYPE": DOT_TYPES[layer.dtype],
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "TAIL_STAGES": tile.tail_stages,
@@ -150,8 +150,14 @@ def combine_spec(layer: LayerConfig, sm: int) -> KernelSpec:
 
 def commit_spec(layer: LayerConfig) -> KernelSpec:
     row_words = layer.kv_heads * layer.head_dim * layer.kv_dtype.itemsize // 4
+    name = f"tree_kv_commit{layer.suffix}"
+    return commit_spec_of_words(name, row_words, layer.page_size, layer.head_dim)
+
+
+def commit_spec_of_words(name: str, row_words: int, page_size: int, head_dim: int) -> KernelSpec:
+    """``row_words``: 32-bit words of a slot; ``head_dim`` is for the report."""
     return KernelSpec(
-        f"tree_kv_commit{layer.suffix}",
+        name,
         tree_kv_commit_kernel,
         {
             "caches": "*i64",
@@ -163,12 +169,12 @@ def commit_spec(layer: LayerConfig) -> KernelSpec:
             "max_accepted": "i32",
         },
         {
-            "PAGE_SIZE": layer.page_size,
+            "PAGE_SIZE": page_size,
             "ROW_WORDS": row_words,
             "BLOCK_R": COMMIT_ROWS,
             "BLOCK_C": commit_columns(row_words),
         },
-        head_dim=layer.head_dim,
+        head_dim=head_dim,
     )
 
 

@@ -71,6 +71,14 @@ def combine_splits(group: int, head_dim: int) -> int:
     return splits
 
 
+def combine_warps(group: int, head_dim: int) -> int:
+    """No more than 32 values of the result to a thread, where one split is wider than 4,096."""
+    warps = 4
+    while warps < 16 and warps * 1024 < group * head_dim:
+        warps *= 2
+    return warps
+
+
 def commit_columns(row_words: int) -> int:
     """Columns per commit program: enough for 16-byte accesses, few enough to spread."""
     columns = 32

@@ -63,7 +63,7 @@ class TensorRTEngine(_core.Engine):
         built = engine.manifest["tensorrt"]
         self._cache_length: int = built["cache_length"]
         slots = self._capabilities.max_batch_size
-        self._kv: dict[str, torch.Tensor] = {}
+        self._kv: dict[str, list[torch.Tensor]] = {}  # by owner, [layers, slots, heads, S, D]
         self._engines: dict[str, BoundEngine] = {}
         self._states: BranchStates | None = None
         caches: dict[str, torch.Tensor] = {}
@@ -73,8 +73,10 @@ class TensorRTEngine(_core.Engine):
             spec = EngineSpec.read(entry)
             owner = entry["network"].partition("_")[0]
             if owner not in self._kv and spec.caches:
-                self._kv[owner] = allocate_caches(owner, spec, {"batch": slots}, device)
-                caches |= dict(zip(spec.caches, self._kv[owner], strict=True))
+                alike = allocate_caches(spec, {"batch": slots}, device)
+                self._kv[owner] = list(alike.values())
+                for names, memory in alike.items():
+                    caches |= dict(zip(names, memory, strict=True))
             own = {name: caches[name] for name in spec.caches}
             outputs: dict[str, torch.Tensor] = {}
             if spec.branches:
@@ -305,13 +307,14 @@ class TensorRTEngine(_core.Engine):
         return rows
 
     def _move(self, sequence: _core.Sequence, rows: NDArray[np.int64]) -> None:
-        """Gather the accepted rows' keys and values, of all layers at once."""
+        """Gather the accepted rows' keys and values (or latents), of all layers at once."""
         if np.array_equal(rows, np.arange(len(rows))):
             return
         source = torch.as_tensor(sequence.committed_length + rows, device=self._device)
         start, end = sequence.committed_length, sequence.committed_length + len(rows)
-        cache = self._kv["target"][:, sequence.slot]
-        cache[:, :, start:end] = cache.index_select(2, source)
+        for memory in self._kv["target"]:
+            cache = memory[:, sequence.slot]
+            cache[:, :, start:end] = cache.index_select(2, source)
 
     def _extend_drafter(self, accepted: Sequence[tuple[_core.Sequence, NDArray[np.int64]]]) -> None:
         """Runs in the order of the step's: slots that are padded come first."""

@@ -87,21 +87,21 @@ class EngineSpec:
 
 
 def allocate_caches(
-    owner: str, spec: EngineSpec, sizes: Mapping[str, int], device: torch.device
-) -> torch.Tensor:
-    """All of an owner's KV inputs in one piece [2 * layers, ...], so that a commit can move all
-    layers at once; in the order of ``spec.caches``.
+    spec: EngineSpec, sizes: Mapping[str, int], device: torch.device
+) -> dict[tuple[str, ...], torch.Tensor]:
+    """All cache inputs, those of one shape in one piece of memory [names, ...], so that a
+    commit can move all of its layers at once.
 
-    Zeros, not just any memory: hidden keys and values have weight zero, but zero times NaN is NaN.
-
-    Raises:
-        ValueError: they differ in shape.
+    Keys and values of all layers have one shape; latents and an indexer's keys each have
+    theirs. Zeros, not just any memory: what is hidden has weight zero, but zero times NaN is NaN.
     """
-    bindings = list(spec.caches.values())
-    shape = bindings[0].shape(sizes)
-    if any(b.shape(sizes) != shape for b in bindings):
-        raise ValueError(f"{owner}: its layers' caches have different shapes")
-    return torch.zeros(len(bindings), *shape, dtype=bindings[0].dtype, device=device)
+    alike: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+    for name, binding in spec.caches.items():
+        alike.setdefault((tuple(binding.shape(sizes)), binding.dtype), []).append(name)
+    return {
+        tuple(names): torch.zeros(len(names), *shape, dtype=dtype, device=device)
+        for (shape, dtype), names in alike.items()
+    }
 
 
 class BoundEngine:

@@ -100,8 +100,8 @@ class PagedTensorRTEngine(_core.Engine):
                 continue
             spec = EngineSpec.read(entry)
             if not self.caches.keys() >= spec.caches.keys():
-                memory = allocate_caches(entry["network"], spec, {}, device)
-                self.caches |= dict(zip(spec.caches, memory, strict=True))
+                for names, memory in allocate_caches(spec, {}, device).items():
+                    self.caches |= dict(zip(names, memory, strict=True))
             own = {name: self.caches[name] for name in spec.caches}
             self._engines[entry["network"]] = BoundEngine(spec, executables[file], own, device)
         self._commit = commit_for(self._layers("target"))

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from engines import random_checkpoint, sliding_drafter, tiny_config
+from engines import DEMO_VOCAB, random_checkpoint, sliding_drafter, tiny_config
 from lowered import (
     Batch,
     by_expert,
+    by_key,
     by_slot,
     describe,
     evaluators,
@@ -28,8 +29,10 @@ from lowered import (
 )
 from network_evaluator import NetworkEvaluator, evaluate_together
 from op_checks import check_op, relative
+from random_glm5 import glm5_config
 from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
+from speculators_format import reduced, write_speculators
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.division import Shard
 from trtree.build.lowering.reference import ReferenceNetwork
@@ -84,6 +87,15 @@ UNEVEN = {
     "uneven-qwen3-bf16": (qwen3_moe_config(**_ODD), None),
     "uneven-glm-w4a16": (glm4_moe_config(**_ODD), "W4A16_NVFP4"),
 }
+# As in GLM-5, a query times its scale is exact.
+_GLM5 = TINY | {"qk_nope_head_dim": 48}
+CASES |= {
+    # Rows that see fewer keys than index_topk and rows that see more.
+    "glm5-bf16": (glm5_config(**_GLM5), None),
+    "glm5-w4a4": (glm5_config(**_GLM5, moe_intermediate_size=64), "NVFP4"),
+    # No more slots than index_topk.
+    "glm5-dense": (glm5_config(**_GLM5, index_topk=128), None),
+}
 TREE = [-1, 0, 0, 1, 1, 2, -1, 6]
 
 
@@ -131,6 +143,12 @@ class Pairs:
             if case == "demo-sliding":
                 drafter = sliding_drafter(self._directory / "sliding")
                 options = options.with_changes({"drafter": drafter})
+            if case == "demo-reduced":
+                ids = torch.arange(2, DEMO_VOCAB, 3)[:340]
+                path = self._directory / "reduced"
+                if not path.exists():
+                    write_speculators(path, reduced(ids), draft_vocab_size=len(ids))
+                options = options.with_changes({"drafter": path})
             if case == "demo-quantized":
                 options = options.with_changes({"quantize_drafter": "nvfp4"})
             activations = "nvfp4" if case == "demo-nvfp4" else "bf16"
@@ -196,6 +214,8 @@ def check_ops(pair: Pair, batch: Batch, inputs: dict[str, torch.Tensor], given: 
             computed, expected = got[pair.lowered.tensors[name]], want[name]
             if op.kind == "experts_up":
                 computed = by_slot(batch, computed, want[op.inputs[1]], op.attrs["slots"])
+            elif op.kind == "index_select":
+                computed, expected = batch.rows(computed), by_key(batch, expected)
             else:
                 computed = ragged(batch, computed)
             check_op(op, rounds_twice, computed, expected)
@@ -209,7 +229,9 @@ def test_every_op_of_a_target(pairs: Pairs, case: str, kind: str) -> None:
     pair = pairs(case)["target"]
     batch = pair.batch(kind)
     checked = check_ops(pair, batch, batch.network_inputs(), batch.reference_inputs())
-    assert checked >= {"embedding", "linear", "rms_norm", "rotary_embedding", "tree_attention"}
+    assert checked >= {"embedding", "linear", "rms_norm", "rotary_embedding"}
+    latent = {"head_linear", "index_select", "latent_attention", "layer_norm"}
+    assert checked >= (latent if case.startswith("glm5") else {"tree_attention"})
 
 
 @pytest.mark.parametrize("case", ["awq-w4a4", "untied-w4a4", "moe-glm-w4a4", "demo-nvfp4"])
@@ -244,7 +266,7 @@ def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "tree"])
-@pytest.mark.parametrize("case", ["demo-bf16", "demo-sliding", "demo-quantized"])
+@pytest.mark.parametrize("case", ["demo-bf16", "demo-sliding", "demo-quantized", "demo-reduced"])
 def test_every_op_of_the_drafter(pairs: Pairs, case: str, kind: str) -> None:
     pair = pairs(case)
     context = pair["drafter_context"]
@@ -278,7 +300,11 @@ def test_every_op_of_the_drafter(pairs: Pairs, case: str, kind: str) -> None:
         ("bf16-one-kv-head", 1e-3),
         ("moe-qwen3-bf16", 1e-2),
         ("moe-glm-bf16", 1e-2),
+        ("hybrid-next", 1e-2),
+        ("hybrid-3.5-moe", 1e-2),
         ("bf16-window", 1e-3),
+        ("glm5-bf16", 2e-2),
+        ("glm5-dense", 2e-2),
         ("bf16-bias", 2e-2),
         ("tied-w4a16", 2e-2),
         ("demo-bf16", 2e-2),
@@ -354,7 +380,7 @@ def test_int8_weights_are_the_same_numbers(pairs: Pairs) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *("bf16-window", "tied-w4a16", "untied-w4a4", "awq-w4a4", "demo-bf16"),
+        *("bf16-window", "tied-w4a16", "untied-w4a4", "awq-w4a4", "demo-bf16", "demo-reduced"),
         *("moe-qwen3-bf16", "moe-glm-w4a4"),
     ],
 )

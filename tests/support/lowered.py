@@ -25,6 +25,8 @@ from trtree.build.network.network import Network, Op
 from trtree.build.options import BuildOptions
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.causal_conv.contract import input_table
+from trtree.plugins.latent_cache import LatentCache
+from trtree.plugins.mla_attention.reference import chosen
 from trtree.plugins.moe.reference import slots
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 
@@ -177,13 +179,18 @@ class Batch:
             name: PagedKv(*(self.caches[f"{name}.{w}"].transpose(1, 2).contiguous() for w in "kv"))
             for name in names
         }
+        latents = {
+            name.removesuffix(".latent"): LatentCache(cache[:, 0].clone())
+            for name, cache in self.caches.items()
+            if name.endswith(".latent")
+        }
         segments, branches, first = [], [], 0
         for index, (length, parents) in enumerate(zip(self.lengths, self.parents, strict=True)):
             rows = len(parents)
             segments.append(AttentionSegment(first, rows, length, torch.tensor([index])))
             branches.append(StateSegment(first, rows, index, length == 0, parents))
             first += rows
-        return StepContext(caches, segments, self.states, branches)
+        return StepContext(caches, segments, self.states, branches, latents=latents)
 
 
 def make_batch(
@@ -197,7 +204,7 @@ def make_batch(
     generator = torch.Generator().manual_seed(seed)
     caches = {}
     for binding in lowered.inputs:
-        if binding.name.endswith((".k", ".v")):
+        if binding.name.endswith((".k", ".v", ".latent")):
             shape = [len(lengths), *(int(dim) for dim in binding.dims[1:])]
             cache = torch.randn(shape, generator=generator)
             for entry, length in zip(cache, lengths, strict=True):
@@ -219,9 +226,14 @@ def forced_values(
     """A reference run's tensors [rows, ...] in the layout and under the names of the
     lowered network."""
     routed = {op.outputs[0]: op.inputs[1] for op in network.ops if op.kind == "experts_up"}
+    selections = {op.outputs[0] for op in network.ops if op.kind == "index_select"}
     forced = {}
     for name, value in values.items():
-        if name in routed:
+        if name in selections:
+            mask = batch.padded(by_key(batch, value))
+            mask[..., 0] |= ~batch.real()  # padding has to see something
+            forced[lowered.tensors[name]] = mask
+        elif name in routed:
             forced[lowered.tensors[name]] = by_expert(batch, value, values[routed[name]])
         elif name in lowered.tensors:
             padded = batch.padded(value)
@@ -236,6 +248,12 @@ def by_expert(batch: Batch, value: torch.Tensor, weights: torch.Tensor) -> torch
     row, expert = weights.nonzero(as_tuple=True)
     dense[expert, rows[row]] = value[row, slots(weights)[row, expert]]
     return dense
+
+
+def by_key(batch: Batch, selection: torch.Tensor) -> torch.Tensor:
+    """A selection int32 [rows, top_k] as the lowered network has it: bool [rows, S]."""
+    (length,) = {cache.shape[2] for cache in batch.caches.values()}
+    return chosen(selection, length)
 
 
 def by_slot(

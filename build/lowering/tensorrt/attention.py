@@ -46,7 +46,7 @@ def tree_attention(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     q, _, positions = x
     if op.inputs[0] in low.sharded:
         low.sharded.update(op.outputs)
-    mask = _visible(low, op.inputs[1], positions, op.attrs["window"])
+    mask = visible_keys(low, op.inputs[1], positions, op.attrs["window"])
     # IAttention does not scale its scores.
     scale = emit.scalar(op.attrs["scale"], 4)
     q = low.rounded(emit.binary("scaled", "PROD", emit.wide(q), scale))
@@ -58,7 +58,7 @@ def tree_attention(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     return [emit.layer("attended", added).get_output(0)]
 
 
-def _visible(low: Lowering, mask_input: str, positions: Any, window: int | None) -> Any:
+def visible_keys(low: Lowering, mask_input: str, positions: Any, window: int | None) -> Any:
     """bool [B, 1, W, S], computed once and shared by all layers: the committed prefix, and
     of the step's own rows those in the tree mask; with a window, only keys at positions
     above the row's minus the window."""

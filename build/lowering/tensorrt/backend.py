@@ -112,6 +112,13 @@ def check(options: BuildOptions, networks: Mapping[str, Network]) -> None:
         OptionError: names the option and what to do.
         NetworkError: a weight does not divide among the ranks.
     """
+    for network in networks.values():
+        for state in network.states.values():
+            if state.kind == "latent":
+                raise OptionError(
+                    f"backend {options.backend}: {state.name} is latent state, which it "
+                    "does not have yet; pass --backend cpu or reference"
+                )
     if options.activations == "float32":
         raise OptionError(
             f"activations float32: backend {options.backend} computes in bf16; "
@@ -135,6 +142,11 @@ def check(options: BuildOptions, networks: Mapping[str, Network]) -> None:
         for op in network.ops:
             if op.kind == "top_k_log_probs" and op.attrs["k"] > MAX_TOP_K:
                 raise OptionError(f"top_k {op.attrs['k']}: TensorRT offers at most {MAX_TOP_K}")
+            if op.kind == "index_select" and op.attrs["top_k"] > MAX_TOP_K:
+                raise OptionError(
+                    f"{op.name}: the checkpoint's index_topk is {op.attrs['top_k']}, TensorRT "
+                    f"offers at most {MAX_TOP_K}; pass --backend cpu or reference"
+                )
         constant_bytes(network, encoding(options, 0))
 
 
@@ -179,6 +191,11 @@ def rank_bytes(options: BuildOptions, networks: Mapping[str, Network], owner: Ow
 def most_rows(profiles: Sequence[Profile]) -> int:
     """Of a request in one step."""
     return max(profile.sizes[ROWS][2] for profile in profiles)
+
+
+def most_padded_rows(profiles: Sequence[Profile]) -> int:
+    """Of all requests of a run together, padding included."""
+    return max(profile.sizes[BATCH][2] * profile.sizes[ROWS][2] for profile in profiles)
 
 
 def engine_entry(

@@ -61,7 +61,7 @@ class Lowering:
     cache_length: int
     max_rows: int
     values: dict[str, Any] = field(default_factory=dict)
-    caches: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    caches: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     masks: dict[tuple[str, int | None], Any] = field(default_factory=dict)
     committed: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
@@ -105,6 +105,13 @@ class Lowering:
                 self.shapes[key] = self._joined(parts, "x".join(map(str, key)))
         return self.shapes[key]
 
+    def last_axis_slice(self, name: str, x: Any, start: int, size: int) -> Any:
+        """x[..., start : start + size] of a [B, W, F] or [B, heads, W, F] tensor."""
+        emit, ones = self.emit, [1] * (len(x.shape) - 1)
+        layer = emit.network.add_slice(x, (*(0 for _ in ones), start), (*ones, size), (*ones, 1))
+        layer.set_input(2, self.row_shape(size, int(x.shape[1]) if len(ones) == 3 else None))
+        return emit.layer(name, layer).get_output(0)
+
     def expert_shape(self, x: Any, size: int) -> Any:
         """int32 [3]: E, B * W, size, for x [E, B * W, F]."""
         experts = int(x.shape[0])
@@ -129,6 +136,10 @@ class Lowering:
         """A part of the op's weight; what it is made of, ``weights.Encoding`` says."""
         name = self._constant_name(op, part)
         return self.emit.constant(name, self.weights[name])
+
+    def constant_data(self, op: Op, part: str) -> torch.Tensor:
+        """What ``constant`` would hold."""
+        return self.weights[self._constant_name(op, part)]
 
     @staticmethod
     def is_wide(op: Op) -> bool:

@@ -137,20 +137,24 @@ def _step_inputs(low: Lowering) -> list[Binding]:
 def _cache_inputs(low: Lowering) -> list[Binding]:
     bindings = []
     for state in low.network.states.values():
-        if state.kind != "kv":
-            own = low.division.state(state)
+        own = low.division.state(state)
+        if not state.paged:
             bindings.append(Binding(state.name, state.dtype, (BATCH, *own.shape)))
             low.committed[state.name] = _add_input(low, bindings[-1])
             continue
-        heads = len(low.encoding.shard.kv_heads(state.heads, f"{state.name}: KV heads"))
-        dims: tuple[int | str, ...] = (BATCH, heads, low.cache_length, state.head_dim)
+        dims: tuple[int | str, ...] = (BATCH, own.heads, low.cache_length, state.head_dim)
         if low.paged:
             sizes = low.paged.sizes
-            dims = (sizes.num_pages, sizes.page_size, heads, state.head_dim)
-        both = [Binding(f"{state.name}.{which}", state.dtype, dims) for which in "kv"]
-        low.caches[state.name] = (_add_input(low, both[0]), _add_input(low, both[1]))
-        bindings += both
+            dims = (sizes.num_pages, sizes.page_size, own.heads, state.head_dim)
+        parts = [Binding(f"{state.name}.{p}", state.dtype, dims) for p in cache_parts(state)]
+        low.caches[state.name] = tuple(_add_input(low, part) for part in parts)
+        bindings += parts
     return bindings
+
+
+def cache_parts(state: State) -> tuple[str, ...]:
+    """The tensors that hold a paged state, by the ends of their names."""
+    return ("latent",) if state.kind == "latent" else ("k", "v")
 
 
 def _add_input(low: Lowering, binding: Binding) -> Any:
@@ -174,8 +178,8 @@ def _outputs(low: Lowering) -> list[Binding]:
         low.emit.network.mark_output(low.values[name])
         bindings.append(binding)
     for state, caches in low.caches.items():
-        for which, cache in zip("kv", caches, strict=True):
-            source = f"{state}.{which}"
+        for part, cache in zip(cache_parts(low.network.states[state]), caches, strict=True):
+            source = f"{state}.{part}"
             cache.name = OUTPUT_PREFIX + source
             low.emit.network.mark_output(cache)
             dims = tuple(cache.shape) if low.paged else (BATCH, *cache.shape[1:])
@@ -183,8 +187,8 @@ def _outputs(low: Lowering) -> list[Binding]:
     for name, kept in low.kept.items():
         kept.name = OUTPUT_PREFIX + name
         low.emit.network.mark_output(kept)
-        state = low.network.states[name.rpartition(".")[0]]
-        bindings.append(_kept(low.division.state(state), kept))
+        whole = low.network.states[name.rpartition(".")[0]]
+        bindings.append(_kept(low.division.state(whole), kept))
     return bindings
 
 

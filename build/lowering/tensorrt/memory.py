@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from trtree.build.lowering.division import Division
 from trtree.build.lowering.tensorrt.backend import Sizes
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS, Profile
 from trtree.build.lowering.tensorrt.paged import PagedSizes
@@ -14,11 +15,8 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
 
 def kv_bytes(network: Network, sizes: Sizes, encoding: Encoding) -> int:
     """The caches of all of a network's layers, one rank's heads."""
-    per_slot = sum(
-        2 * len(encoding.shard.kv_heads(s.heads, s.name)) * s.head_dim * _ITEM_BYTES[s.dtype]
-        for s in network.states.values()
-        if s.kind == "kv"
-    )
+    division = Division(network, encoding.shard)
+    per_slot = sum(division.state(s).token_bytes for s in network.states.values() if s.paged)
     return sizes.kv_slots * per_slot
 
 
@@ -41,7 +39,11 @@ def workspace(network: Network, sizes: Sizes, encoding: Encoding) -> Workspace:
     profiles = sizes.profiles(network, encoding.shard)
     return Workspace(
         max(
-            _peak(network, profile, encoding) + _attention(network, profile, sizes, encoding)
+            _peak(network, profile, encoding)
+            + max(
+                _attention(network, profile, sizes, encoding),
+                _coupling(network, profile, encoding),
+            )
             for profile in profiles
         ),
         max(_logits(network, profile, encoding) for profile in profiles),
@@ -89,6 +91,14 @@ def _attention(network: Network, profile: Profile, sizes: Sizes, encoding: Encod
     widest = max((state.head_dim for state in network.states.values()), default=0)
     plans = sizes.plans(network, encoding.shard).values()
     return max((4 * p.max_items * p.kv_heads * p.block_m * (widest + 1) for p in plans), default=0)
+
+
+def _coupling(network: Network, profile: Profile, encoding: Encoding) -> int:
+    """The gated delta rule's float32 [B, value heads, W, W]: D, A, its inverse, and products."""
+    values = [op.inputs[2] for op in network.ops if op.kind == "gated_delta_net"]
+    heads = max((int(network.tensors[name].shape[1]) for name in values), default=0)
+    requests, rows = (profile.sizes[size][2] for size in (BATCH, ROWS))
+    return 5 * 4 * requests * rows**2 * heads // encoding.shard.size
 
 
 def _logits(network: Network, profile: Profile, encoding: Encoding) -> int:

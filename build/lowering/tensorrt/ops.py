@@ -11,6 +11,13 @@ from trtree.build.lowering.tensorrt.attention import (
 from trtree.build.lowering.tensorrt.branch import causal_conv, gated_delta_net
 from trtree.build.lowering.tensorrt.context import Lowering, OpFunction
 from trtree.build.lowering.tensorrt.experts import experts_down, experts_up, route
+from trtree.build.lowering.tensorrt.latent import (
+    head_linear,
+    index_select,
+    latent_append,
+    latent_attention,
+    layer_norm,
+)
 from trtree.build.lowering.tensorrt.linear import linear
 from trtree.build.lowering.tensorrt.sampling import argmax, top_k_log_probs
 from trtree.build.network.network import NetworkError, Op
@@ -74,17 +81,9 @@ def _split(low: Lowering, op: Op, x: Values) -> Values:
     parts, start = [], 0
     for index, (name, whole) in enumerate(zip(op.outputs, op.attrs["sizes"], strict=True)):
         size = low.extent(name) if len(x[0].shape) == 3 else whole
-        parts.append(_last_axis_slice(low, f"part{index}", x[0], start, size))
+        parts.append(low.last_axis_slice(f"part{index}", x[0], start, size))
         start += size
     return parts
-
-
-def _last_axis_slice(low: Lowering, name: str, x: Any, start: int, size: int) -> Any:
-    """x[..., start : start + size] of a [B, W, F] or [B, heads, W, F] tensor."""
-    emit, ones = low.emit, [1] * (len(x.shape) - 1)
-    layer = emit.network.add_slice(x, (*(0 for _ in ones), start), (*ones, size), (*ones, 1))
-    layer.set_input(2, low.row_shape(size, int(x.shape[1]) if len(ones) == 3 else None))
-    return emit.layer(name, layer).get_output(0)
 
 
 def _concat(low: Lowering, op: Op, x: Values) -> Values:
@@ -125,7 +124,9 @@ SHARDABLE = frozenset(
         "concat",
         "experts_down",
         "gated_delta_net",
+        "head_linear",
         "kv_append",
+        "latent_attention",
         "linear",
         "reshape",
         "rms_norm",
@@ -149,7 +150,12 @@ OPS: dict[str, OpFunction] = {
     "experts_up": experts_up,
     "gated_delta_net": gated_delta_net,
     "gather_rows": _gather_rows,
+    "head_linear": head_linear,
+    "index_select": index_select,
     "kv_append": kv_append,
+    "latent_append": latent_append,
+    "latent_attention": latent_attention,
+    "layer_norm": layer_norm,
     "linear": linear,
     "reshape": _reshape,
     "rms_norm": _rms_norm,

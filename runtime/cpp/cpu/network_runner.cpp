@@ -446,6 +446,9 @@ void NetworkRunner::top_k_log_probs(const PlanOp& op, int32_t top_k) {
   ddtree::top_k_log_probs({logits.data, static_cast<size_t>(logits.rows * logits.width)},
                           static_cast<int32_t>(logits.rows), static_cast<int32_t>(logits.width),
                           top_k, parallel_.num_threads(), outputs_.log_probs, outputs_.token_ids);
+  if (op.weight < 0) return;
+  const float* const offsets = weights_.vector(op.weight);
+  for (int32_t& id : outputs_.token_ids) id += static_cast<int32_t>(offsets[id]);
 }
 
 }  // namespace trtree::cpu

@@ -1,0 +1,1 @@
+"""The GPU kernels, in the Triton language: one file per kernel."""
