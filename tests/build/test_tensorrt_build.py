@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engines import ROOT, build_demo, random_checkpoint, tiny_config
-from random_hybrid import hybrid_config
 from random_glm5 import glm5_config
+from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
 from trtree.build import builder
 from trtree.build.bench.synthetic import write_random
