@@ -109,6 +109,7 @@ sanitize: $(VENV)/.oracles
 	  tests/runtime/test_cpu_variants.py tests/runtime/test_engine_contract.py \
 	  tests/runtime/test_sampler.py tests/runtime/test_tree_policy.py \
 	  tests/runtime/test_executor_memory.py tests/runtime/test_executor_policies.py \
+	  tests/runtime/test_state_snapshots.py tests/runtime/test_hybrid_engine.py \
 	  tests/runtime/distributed/test_tensor_parallel.py
 
 format: $(VENV)/.oracles

@@ -24,7 +24,8 @@ _TARGET, _DRAFTER = "_nvfp4", "_dflash"
 
 def table(models: Path, deployments: Sequence[Path], hardware: Hardware) -> Iterator[str]:
     """Lines of a Markdown table: a row per model, and per deployment the weights of a GPU and
-    the tokens of KV, of all requests together, that it has room for beside them.
+    the tokens of KV, of all requests together, that it has room for beside them; "refused"
+    where such an engine cannot be built.
 
     Raises:
         CheckpointError, OptionError: a file is missing or invalid.
@@ -48,7 +49,10 @@ def _cells(models: Path, name: str, deployment: Path, hardware: Hardware) -> str
         }
     )
     hardware.check(options.sm, options.tp)
-    description = builder.plan(options)
+    try:
+        description = builder.plan(options)
+    except (NetworkError, OptionError):  # --plan says why
+        return "refused | "
     weights = size_text(sum(map(description.weight_bytes, description.owners())))
     tokens = kv_tokens_that_fit(description, hardware)
     return f"{weights} | {f'{tokens // 1000:,}k' if tokens else 'does not fit'}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from trtree.build.builder import EngineDescription
 from trtree.build.hardware import Hardware
-from trtree.build.lowering.shard import Shard
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.tensorrt.backend import encoding, most_padded_rows
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
 from trtree.build.network.network import Network
