@@ -41,14 +41,16 @@ def shared_specs(sm: int) -> Iterator[KernelSpec]:
     yield indexer.top_k_spec()
 
 
-def report(sms: list[int], cache: Path | None = None) -> dict[str, list[dict[str, Any]]]:
+def report(
+    sms: list[int], heads_of_ranks: list[int], cache: Path | None = None
+) -> dict[str, list[dict[str, Any]]]:
     """{"kernels": [{name, sm, head_dim, registers, shared_bytes, shared_limit, spills, heads}]}.
 
     head_dim is the cache's; heads is null where a kernel does not depend on them.
     """
     kernels = []
     for sm in sms:
-        for heads in HEADS:
+        for heads in heads_of_ranks:
             for spec in kernel_specs(sm, heads):
                 kernels.append(figures(spec, sm, cache) | {"heads": heads})
         for spec in shared_specs(sm):
@@ -60,9 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--sm", type=int, nargs="+", choices=SMS, default=list(SMS))
+    parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS), help="of one rank")
     parser.add_argument("--cache", type=Path, help="folder of compiled kernels")
     args = parser.parse_args(argv)
-    result = report(args.sm, args.cache)
+    result = report(args.sm, args.heads, args.cache)
     if args.json:
         json.dump(result, sys.stdout, indent=1)
         print()

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trtree import _core
 from trtree.build.bench.widen import SHAPES
 from trtree.build.bench.widened import build_widened
 from trtree.build.builder import describe, write
-from trtree.build.options import BuildOptions, read_options
+from trtree.build.options import BuildOptions, OptionError, read_options
 from trtree.runtime.chat_template import ChatTemplate
 from trtree.runtime.cli import positive
 from trtree.runtime.executor import Request, RequestStatistics
@@ -82,6 +83,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         from trtree.runtime.bench import against_dflash
 
         return against_dflash.compare(options, prompts, args.max_tokens)
+    if args.plot and find_spec("matplotlib") is None:
+        raise OptionError("--plot needs matplotlib, which is not installed")
     with tempfile.TemporaryDirectory() as folder:
         small, wide = _build(options, args.widen, Path(folder))
         if args.chat:

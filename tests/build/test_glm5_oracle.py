@@ -20,7 +20,7 @@ from trtree.build.lowering import reference
 from trtree.build.models import family_of
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import NetworkError
-from trtree.build.options import BuildOptions, OptionError
+from trtree.build.options import BuildOptions
 from trtree.build.source import CheckpointSource
 from trtree.plugins.sparse_indexer import reference as index_reference
 from trtree.plugins.tree_attention.contract import AttentionSegment
@@ -239,15 +239,6 @@ def test_the_prediction_layer_is_left_out_by_name(
     checkpoint = write_target(tmp_path / "unknown", tensors | extra, unsaid)
     with pytest.raises(CheckpointError, match=r"tensors would not be used: model\.layers\.2"):
         builder.describe(BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine"))
-
-
-@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
-def test_tensorrt_is_refused_by_name(tmp_path: Path, backend: str) -> None:
-    config = glm5_config()
-    checkpoint = write_target(tmp_path / "c", random_glm5(config, dtype=torch.bfloat16), config)
-    options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "e", backend=backend, sm=(120,))
-    with pytest.raises(OptionError, match=r"indexer\.keys is latent state, which it does not have"):
-        builder.describe(options)
 
 
 @pytest.mark.parametrize(

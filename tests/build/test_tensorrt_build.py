@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engines import ROOT, build_demo, random_checkpoint, tiny_config
+from random_glm5 import glm5_config
 from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
 from trtree.build import builder
@@ -152,6 +153,20 @@ def test_hybrids(tmp_path: Path, architecture: str, algorithm: str | None, ranks
         recurrent = list(entry["branches"])[1]
         kept = {binding["name"] for binding in entry["outputs"] if recurrent in binding["name"]}
         assert kept == {f"output.{recurrent}.{part}" for part in "kug"}
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    """A GLM-5 whose indexer chooses 12 keys of a cache of 128 slots; W4A4."""
+    config = glm5_config(moe_intermediate_size=64)
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", config, algorithm="NVFP4")
+    options = BuildOptions(
+        checkpoint=checkpoint, output=tmp_path / "engine", backend=RTX, max_seq_len=64
+    )
+    path = builder.write(builder.describe(options))
+    (entry,) = entries(path).values()
+    assert entry["weight_rewrites"] == []
+    caches = [b for b in entry["inputs"] if b["name"].endswith(".latent")]
+    assert [b["dims"][-1] for b in caches] == [32, 48, 48]  # the first layer's indexer has keys
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.graph import Graph, WeightInfo
 from trtree.build.network.network import Owner
+from trtree.build.network.weight_source import KeyHeads
 from trtree.plugins.branch_cases import masks
 from trtree.plugins.branch_device import BranchTables, path_table
 from trtree.plugins.branch_state import StateSegment
@@ -196,7 +197,7 @@ def conv_layers(inputs: ConvCaseInputs) -> tuple[torch.Tensor, conv_table.Commit
     channels, kernel = inputs.weight.shape
     # Of an op, as in a model: what a network takes cannot be what it gives.
     x = g.concat("x", [g.input(f"x{i}", ("rows", channels // 2), "float32") for i in range(2)])
-    g.output("out", g.causal_conv("conv", x, kernel))
+    g.output("out", g.causal_conv("conv", x, kernel, KeyHeads(1)))
     most = max(s.num_rows for s in inputs.segments)
     (weight,) = g.network.weights
     weights = {f"{weight}.weight": inputs.weight.flatten()}

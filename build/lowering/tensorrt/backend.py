@@ -112,13 +112,6 @@ def check(options: BuildOptions, networks: Mapping[str, Network]) -> None:
         OptionError: names the option and what to do.
         NetworkError: a weight does not divide among the ranks.
     """
-    for network in networks.values():
-        for state in network.states.values():
-            if state.kind == "latent":
-                raise OptionError(
-                    f"backend {options.backend}: {state.name} is latent state, which it "
-                    "does not have yet; pass --backend cpu or reference"
-                )
     if options.activations == "float32":
         raise OptionError(
             f"activations float32: backend {options.backend} computes in bf16; "

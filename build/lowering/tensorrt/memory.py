@@ -84,10 +84,16 @@ def _of_every_expert(
 
 
 def _attention(network: Network, profile: Profile, sizes: Sizes, encoding: Encoding) -> int:
-    """The mask, bool [B, W, S]; or the plugins' partial results, float32 [items, KV heads,
-    block_m, D + 1], of one layer."""
+    """The mask, bool [B, W, S], and an indexer's products, float32 [B, heads, W, S]; or the
+    plugins' partial results, float32 [items, KV heads, block_m, D + 1], of one layer."""
     if not isinstance(sizes, PagedSizes):
-        return profile.sizes[BATCH][2] * profile.sizes[ROWS][2] * sizes.cache_length
+        index_heads = [
+            int(network.tensors[op.inputs[0]].shape[1])
+            for op in network.ops
+            if op.kind == "index_select" and sizes.cache_length > op.attrs["top_k"]
+        ]
+        each = 1 + 4 * max(index_heads, default=0)
+        return each * profile.sizes[BATCH][2] * profile.sizes[ROWS][2] * sizes.cache_length
     widest = max((state.head_dim for state in network.states.values()), default=0)
     plans = sizes.plans(network, encoding.shard).values()
     return max((4 * p.max_items * p.kv_heads * p.block_m * (widest + 1) for p in plans), default=0)

@@ -54,7 +54,8 @@ def index_top_k_kernel(
         chosen = (seen & (key > known)) | ((equal == 1) & (before < need))
         count = chosen.to(tl.int32)
         place = taken + tl.cumsum(count, 0) - count
-        tl.store(target + place, slot, mask=chosen)
+        # There are never more; whatever the scores are, nothing is written past the row's end.
+        tl.store(target + place, slot, mask=chosen & (place < top_k))
         equals += tl.sum(equal, 0)
         taken += tl.sum(count, 0)
         nans += tl.sum(nan.to(tl.int32), 0)

@@ -27,12 +27,12 @@ CPU = torch.device("cpu")
 FLOAT32_ERROR = 4e-6
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "rows": (1, 2, 17, 40),
-    "context": (0, 1, 127, 400),
+    "rows": (1, 9, 33),
+    "context": (0, 127, 300),
     "page_size": (1, 16, 64),
     "requests": (1, 3),
-    "heads": (1, 4, 6, 40),
-    "index_heads": (1, 6, 16),
+    "heads": (1, 6, 40),
+    "index_heads": (1, 6),
     # Shorter and longer than what the rows see.
     "top_k": (1, 50, 2048),
     "dtype": (torch.bfloat16, torch.float16),
@@ -44,7 +44,7 @@ def cases() -> list[LatentCase]:
     def cost(choice: dict[str, Any]) -> float:
         """Programs and steps rather than products: what the interpreter takes."""
         keys = choice["rows"] + choice["context"]
-        return float(choice["rows"] * choice["requests"] * min(keys, choice["top_k"])) / 20_000
+        return float(choice["rows"] * choice["requests"] * min(keys, choice["top_k"])) / 4_000
 
     sample = pairwise(FACTORS, cost)
     dims = [dict(zip(("dim", "value_dim"), choice.pop("dims"), strict=True)) for choice in sample]
@@ -90,7 +90,7 @@ def test_kernels_equal_the_references(case: LatentCase) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "context", "top_k", "page_size"), [(129, 30, 64, 16), (70, 1000, 2048, 64)]
+    ("rows", "context", "top_k", "page_size"), [(129, 9, 40, 16), (9, 1000, 2048, 64)]
 )
 def test_large_trees_and_long_contexts(rows: int, context: int, top_k: int, page_size: int) -> None:
     case = LatentCase(rows, context, page_size, requests=1, top_k=top_k, dtype=torch.bfloat16)
