@@ -103,11 +103,13 @@ sanitize: $(VENV)/.oracles
 	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED)/site:$(SITE) \
 	  $(BIN)/python -S -m pytest -p no:cacheprovider tests/plugins/nvfp4_linear tests/plugins/dense_linear \
 	  tests/plugins/moe/test_moe_cpu.py tests/runtime/test_moe_engine.py \
+	  tests/runtime/test_glm5_engine.py \
 	  tests/plugins/test_ddtree.py tests/plugins/test_ddtree_top_k.py tests/runtime/test_row_batch.py \
 	  tests/runtime/test_executor.py tests/runtime/test_cpu_bitwise.py \
 	  tests/runtime/test_cpu_variants.py tests/runtime/test_engine_contract.py \
 	  tests/runtime/test_sampler.py tests/runtime/test_tree_policy.py \
 	  tests/runtime/test_executor_memory.py tests/runtime/test_executor_policies.py \
+	  tests/runtime/test_state_snapshots.py tests/runtime/test_hybrid_engine.py \
 	  tests/runtime/distributed/test_tensor_parallel.py
 
 format: $(VENV)/.oracles

@@ -31,7 +31,7 @@ from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
 from trtree.build.network.graph import Graph
-from trtree.build.network.network import ITEM_BYTES, DType, Network, Owner
+from trtree.build.network.network import ITEM_BYTES, DType, Network, Owner, State
 from trtree.build.options import BuildOptions, OptionError
 from trtree.build.quantization_record import quantization_record, warn_of_differences
 from trtree.build.source import BuildSource, CheckpointSource, ConfigSource, SourceWithWeights
@@ -93,12 +93,11 @@ class EngineDescription:
         """Recurrent state and convolution windows that a request keeps on one rank, whatever
         its length."""
         shard = Shard(0, self.options.tp)
-        states = {
-            state.name: Division(network, shard).state(state)
-            for network in self.networks.values()
-            for state in network.states.values()
-            if not state.paged
-        }
+        states: dict[str, State] = {}
+        for network in self.networks.values():
+            division = Division(network, shard)
+            branching = [state for state in network.states.values() if not state.paged]
+            states |= {state.name: division.state(state) for state in branching}
         return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values())
 
     @property
@@ -180,7 +179,7 @@ def describe_source(
     target = family.parse(config)
     if drafter:
         drafter.check_target(config)
-    top_k = _top_k(options, target.vocab_size) if drafter else 0
+    top_k = _top_k(options, drafter.draft_vocab or target.vocab_size) if drafter else 0
 
     dtype: DType = tensorrt.DTYPE if options.on_tensorrt else "float32"
     graph = Graph("target", source, dtype=dtype)
@@ -191,6 +190,7 @@ def describe_source(
             Qwen3Config.from_dict(drafter.transformer),
             len(drafter.target_layer_ids),
             drafter.causal,
+            drafter.draft_vocab,
         )
         context = Graph("drafter_context", source, dtype=dtype, owner="drafter")
         dflash.build_context(context, layers)
@@ -307,7 +307,9 @@ def _block_size(options: BuildOptions, drafter: DrafterConfig | None) -> int:
 
 def _top_k(options: BuildOptions, vocab_size: int) -> int:
     if options.top_k is not None and options.top_k > vocab_size:
-        raise OptionError(f"top_k {options.top_k} is above the vocabulary's {vocab_size}")
+        raise OptionError(
+            f"top_k {options.top_k} is above the {vocab_size} tokens that are drafted from"
+        )
     return options.top_k or max(1, min(options.largest_budget, vocab_size))
 
 

@@ -112,6 +112,12 @@ def _layers(config: Mapping[str, Any]) -> Iterator[Row]:
     yield "layers", ", ".join(f"{n} {kind}" for kind, n in layers.kinds.items())
     if layers.mlps:
         yield "feed-forward", ", ".join(f"{n} {kind}" for kind, n in layers.mlps.items())
+    if layers.indexing:
+        shared = sum(layers.kinds.values()) - layers.indexing
+        yield (
+            "indexers",
+            f"{layers.indexing} layers choose keys" + (f", {shared} share" if shared else ""),
+        )
     if layers.kv_elements:
         yield (
             "KV per token",

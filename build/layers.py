@@ -8,17 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trtree.build.models.glm_moe_dsa import own_indexers
+from trtree.build.network.network import NetworkError
+
 LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True)
 class Layers:
     """kinds, mlps: how many of each; kv_elements: cached per token, all layers together;
+    indexing: layers that choose which keys are attended, and keep a key of their own for it;
     states: (name, shape, layers) of what is kept per request whatever its length."""
 
     kinds: dict[str, int]
     mlps: dict[str, int]
     kv_elements: int
+    indexing: int
     states: list[tuple[str, tuple[int, ...], int]]
 
     @classmethod
@@ -31,12 +36,14 @@ class Layers:
             return None
         kinds = _kinds(text, count)
         counted = Counter(kinds)
-        per_token = _kv_elements(text)
         attending = sum(n for kind, n in counted.items() if kind != LINEAR)
+        indexing = _indexing(text, count)
+        keys = indexing * (text.get("index_head_dim") or 0)
         return cls(
             kinds=dict(counted),
             mlps=dict(Counter(_mlps(text, count))),
-            kv_elements=attending * per_token,
+            kv_elements=attending * _kv_elements(text) + keys,
+            indexing=indexing,
             states=_states(text, counted[LINEAR]) if counted[LINEAR] else [],
         )
 
@@ -73,15 +80,24 @@ def _mlps(text: Mapping[str, Any], count: int) -> list[str]:
 
 
 def _kv_elements(text: Mapping[str, Any]) -> int:
-    """Per token and attending layer: keys and values, or a latent and the indexer's key."""
+    """Per token and attending layer: keys and values, or a latent and one rotated key."""
     latent = text.get("kv_lora_rank")
     if latent:
-        return int(latent + text.get("qk_rope_head_dim", 0) + (text.get("index_head_dim") or 0))
+        return int(latent + text.get("qk_rope_head_dim", 0))
     heads = text.get("num_attention_heads")
     if type(heads) is not int:
         return 0
     head_dim = text.get("head_dim") or text.get("hidden_size", 0) // heads
     return int(2 * (text.get("num_key_value_heads") or heads) * head_dim)
+
+
+def _indexing(text: Mapping[str, Any], count: int) -> int:
+    if not text.get("index_topk"):
+        return 0
+    try:
+        return sum(own_indexers(text, count))
+    except NetworkError:  # of a family that has other fields
+        return count
 
 
 def _states(text: Mapping[str, Any], layers: int) -> list[tuple[str, tuple[int, ...], int]]:

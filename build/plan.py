@@ -5,10 +5,13 @@ from typing import Any
 
 from trtree.build.builder import EngineDescription
 from trtree.build.hardware import Hardware
-from trtree.build.lowering.tensorrt.backend import encoding
+from trtree.build.lowering.division import Shard
+from trtree.build.lowering.tensorrt.backend import encoding, most_padded_rows
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
 from trtree.build.network.network import Network
 from trtree.build.text_files import size_text
+
+_KV = "KV"
 
 
 def kv_bytes_per_token(description: EngineDescription) -> int:
@@ -37,11 +40,7 @@ def memory_plan(
 ) -> list[tuple[str, str]]:
     """Rows of a table for one rank: what, and how much of it."""
     options = description.options
-    sizes = [
-        (f"{owner} weights", description.weight_bytes(owner)) for owner in description.owners()
-    ]
-    sizes += _tensorrt_memory(description) if options.on_tensorrt else [_paged_kv(description)]
-    sizes += _branch_state(description)
+    sizes = _sizes(description)
     total = sum(size for _, size in sizes)
     rows = [(name, size_text(size)) for name, size in sizes]
     rows.append(("total", size_text(total)))
@@ -51,6 +50,8 @@ def memory_plan(
         rows.append(
             ("left", size_text(left) if left >= 0 else f"none: {size_text(-left)} too much")
         )
+        rows.append(("tokens of KV that fit", f"{kv_tokens_that_fit(description, hardware)}"))
+    rows += _token_rows(description)
     rows += _expert_reads(description)
     rows.append(("longest request", f"{description.max_seq_len} tokens"))
     if description.drafter:
@@ -63,6 +64,29 @@ def memory_plan(
         mask = options.verify_width * mask_words
         rows.append(("packed mask", f"{mask} words per request and step"))
     return rows
+
+
+def kv_tokens_that_fit(description: EngineDescription, hardware: Hardware) -> int:
+    """How many tokens of KV, of all requests together, a GPU has room for beside all else;
+    0 if that alone is too much."""
+    (kv,) = (size for name, size in _sizes(description) if name.startswith(_KV))
+    slots = description.engine_sizes.kv_slots
+    if not description.options.on_tensorrt:
+        slots = description.options.num_pages * description.options.page_size
+    others = sum(size for _, size in _sizes(description)) - kv
+    return max(0, hardware.memory_bytes - others) * slots // kv
+
+
+def _sizes(description: EngineDescription) -> list[tuple[str, int]]:
+    """What takes memory on one rank, in bytes."""
+    sizes = [
+        (f"{owner} weights", description.weight_bytes(owner)) for owner in description.owners()
+    ]
+    if description.options.on_tensorrt:
+        sizes += _tensorrt_memory(description)
+    else:
+        sizes.append(_paged_kv(description))
+    return sizes + _branch_state(description)
 
 
 def engine_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -82,8 +106,24 @@ def engine_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _paged_kv(description: EngineDescription) -> tuple[str, int]:
     options = description.options
     tokens = options.num_pages * options.page_size
-    name = f"KV, {tokens} tokens in pages of {options.page_size}"
+    name = f"{_KV}, {tokens} tokens in pages of {options.page_size}"
     return name, tokens * kv_bytes_per_token(description)
+
+
+def _token_rows(description: EngineDescription) -> list[tuple[str, str]]:
+    """What a token keeps on every rank where attention is latent: its kinds, with their bytes."""
+    network = description.networks["target"]
+    names = {"latent_attention": "latents", "index_select": "indexer keys"}
+    states = {
+        op.state: names[op.kind] for op in network.ops if op.state is not None and op.kind in names
+    }
+    sizes = dict.fromkeys(names.values(), 0)
+    for state, kind in states.items():
+        sizes[kind] += network.states[state].token_bytes
+    if not states:
+        return []
+    parts = [f"{size_text(size)} of {kind}" for kind, size in sizes.items()]
+    return [("a token keeps", f"{' and '.join(parts)}, whole on every rank")]
 
 
 def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
@@ -92,8 +132,11 @@ def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
     per_request = description.request_state_bytes
     if not per_request:
         return []
-    per_row = step_state_bytes_per_row(description.networks["target"]) // options.tp
+    target = description.networks["target"]
+    per_row = step_state_bytes_per_row(target) // options.tp
     requests, rows = options.max_batch_size, options.max_num_rows
+    if options.on_tensorrt:
+        rows = most_padded_rows(description.engine_sizes.profiles(target, Shard(0, options.tp)))
     table = [(f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request)]
     if snapshots := description.num_snapshots:
         name = f"snapshots of it, {snapshots} x {size_text(per_request)}"
@@ -109,7 +152,7 @@ def _tensorrt_memory(description: EngineDescription) -> list[tuple[str, int]]:
     kv = sum(kv_bytes(network, sizes, how) for network in per_owner)
     needs = [workspace(network, sizes, how) for network in networks.values()]
     rows = [
-        (f"KV, {sizes.kv_layout}", kv),
+        (f"{_KV}, {sizes.kv_layout}", kv),
         ("activations (estimate)", max(need.activations + need.logits for need in needs)),
     ]
     if widened := max(need.widened for need in needs):

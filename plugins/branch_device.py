@@ -40,8 +40,10 @@ class BranchTables:
         )
 
     def to(self, device: torch.device) -> "BranchTables":
-        tables = (self.requests, self.owners, self.conv_inputs)
-        return BranchTables(*(table.to(device) for table in tables), self.most_rows)
+        requests, owners, inputs = (
+            table.to(device) for table in (self.requests, self.owners, self.conv_inputs)
+        )
+        return BranchTables(requests, owners, inputs, self.most_rows)
 
 
 def path_table(
@@ -51,6 +53,5 @@ def path_table(
     most = max(1, *map(len, paths))
     padded = [[*path, *[0] * (most - len(path))] for path in paths]
     counts = [len(path) for path in paths]
-    tables = (torch.tensor(table, dtype=torch.int32, device=device) for table in (padded, counts))
-    accepted, count = tables
-    return accepted, count
+    accepted = torch.tensor(padded, dtype=torch.int32, device=device)
+    return accepted, torch.tensor(counts, dtype=torch.int32, device=device)

@@ -25,7 +25,10 @@ inline Lanes load(const float* from) {
 
 inline void store(float* to, const Lanes& lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
 
-inline Lanes fill(float value) { return Lanes{} + value; }
+inline Lanes fill(float value) {
+  return Lanes{value, value, value, value, value, value, value, value,
+               value, value, value, value, value, value, value, value};
+}
 
 inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
 #if defined(__AVX512F__)
@@ -95,6 +98,37 @@ inline void sum4(const Lanes (&lanes)[4], float* sums) {
 #else
   for (int i = 0; i < 4; ++i) sums[i] = sum(lanes[i]);
 #endif
+}
+
+// The sums of sixteen vectors at once, each added up in the order of `sum`: result 4 * q + k is
+// that of lanes[k][q].
+inline Lanes sum16(const Lanes (&lanes)[4][4]) {
+  const auto fold8 = [](const Lanes& a, const Lanes& b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30,
+                                   31);
+  };
+  const auto fold4 = [](const Lanes& a, const Lanes& b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30,
+                                   31);
+  };
+  const auto fold2 = [](const Lanes& a, const Lanes& b) {
+    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30,
+                                   31);
+  };
+  const auto fold1 = [](const Lanes& a, const Lanes& b) {
+    return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28,
+                                   30) +
+           __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+  };
+  Lanes quarters[4];  // of each k: 4 lanes for every q
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) {
+    quarters[k] = fold4(fold8(lanes[k][0], lanes[k][1]), fold8(lanes[k][2], lanes[k][3]));
+  }
+  return fold1(fold2(quarters[0], quarters[1]), fold2(quarters[2], quarters[3]));
 }
 
 // exp(x) for x <= 0 within 2 units in the last place; 0 below -87.

@@ -17,6 +17,11 @@ GAUGES: tuple[tuple[str, str, Callable[[ExecutorStatistics], float]], ...] = (
     ),
     ("kv_pages_cached", "KV pages only the prefix cache holds", lambda s: s.cached_pages),
     (
+        "tree_state_exact",
+        "1 where sibling branches leave each other's state alone",
+        lambda s: float(s.exact_tree_state),
+    ),
+    (
         "state_snapshots",
         "Places for snapshots of recurrent state",
         lambda s: s.total_snapshots,

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trtree.build import builder
 from trtree.build.bench.memory import PeakMemory
@@ -99,76 +99,106 @@ def _measure(
     largest = max(checkpoint.info(name).nbytes for name in checkpoint.names())
     description = builder.describe(options)
     engine_bytes = sum(description.weight_bytes(owner) for owner in description.owners())
+    del description, checkpoint
     _forget(options.checkpoint)
-    first = _killed(options, engine_bytes, kill_at) if kill_at else {}
-    with byte_progress("engine", engine_bytes) as advance, PeakMemory() as memory:
-        started, used = time.perf_counter(), time.process_time()
-        builder.write(description, progress=advance)
-        for file in options.output.glob("*.bin"):
-            _to_disk(file)
-        seconds, used = time.perf_counter() - started, time.process_time() - used
+    killed: dict[str, Any] = {}
+    kept = 0
+    if kill_at:
+        first = _convert(options, engine_bytes, kill_at)
+        kept, discarded = _left_by_a_kill(options)
+        killed = {
+            "killed_after_seconds": round(first.seconds, 1),
+            "kept_bytes": kept,
+            "discarded_bytes": discarded,
+            "written_by_the_resumed_bytes": engine_bytes - kept,
+            "peak_anonymous_bytes_before_the_kill": first.peak,
+        }
+    done = _convert(options, engine_bytes)
     shutil.rmtree(options.checkpoint)
     disk_seconds = _sequential_write(work / "disk", engine_bytes)
-    if first:
-        first |= {
-            "resumed_after_seconds": round(first["killed_after_seconds"] + seconds, 1),
-            "written_by_the_resumed_bytes": engine_bytes - first["kept_bytes"],
-        }
+    rate, disk_rate = (engine_bytes - kept) / done.seconds, engine_bytes / disk_seconds
     return {
         "layers": layers,
         "checkpoint_bytes": stored,
         "engine_bytes": engine_bytes,
-        "seconds": round(seconds, 1),
-        "cpu_seconds": round(used, 1),
-        "engine_mb_per_s": round(engine_bytes / seconds / 1e6, 1),
-        "checkpoint_mb_per_s": round(stored / seconds / 1e6, 1),
-        "disk_mb_per_s": round(engine_bytes / disk_seconds / 1e6, 1),
-        "of_disk": round(disk_seconds / seconds, 3),
+        "seconds": round(done.seconds, 1),
+        "cpu_seconds": round(done.cpu_seconds, 1),
+        "engine_mb_per_s": round(rate / 1e6, 1),
+        "disk_mb_per_s": round(disk_rate / 1e6, 1),
+        "of_disk": round(rate / disk_rate, 3),
         "largest_tensor_bytes": largest,
-        "peak_anonymous_bytes": memory.grown,
-    } | first
+        "peak_anonymous_bytes": done.peak,
+    } | killed
 
 
-def _killed(options: BuildOptions, engine_bytes: int, at: float) -> dict[str, Any]:
-    """Convert in a process of its own, and kill that at a part of its way.
+class _Conversion(NamedTuple):
+    """From the first weight to the last byte on the disk, or to its end by a signal; peak: of
+    anonymous memory, above what a process has before it reads a weight."""
 
-    kept_bytes: those of finished weights, which the next conversion goes on from;
-    discarded_bytes: the rest of what was written, which it writes again.
-    """
+    seconds: float
+    cpu_seconds: float
+    peak: int
+
+
+def _convert(options: BuildOptions, engine_bytes: int, kill_at: float = 1.0) -> _Conversion:
+    """Convert in a process of its own, so that its memory is its own; below 1, ``kill_at`` is
+    the part of the engine after which that is killed."""
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe(duplex=False)
-    child = spawn.Process(target=_convert, args=(options, theirs))
+    ours, theirs = spawn.Pipe()
+    child = spawn.Process(target=_converting, args=(options, theirs))
     child.start()
     theirs.close()
-    done, started = 0, 0.0
-    with byte_progress("engine, to be killed", int(at * engine_bytes)) as advance:
-        while done < at * engine_bytes:
-            try:
-                count = ours.recv()
-            except EOFError:
-                raise RuntimeError("the conversion ended before it could be killed") from None
-            started = started or time.perf_counter()
-            done += count
-            advance(count)
-    child.kill()
-    child.join()
-    seconds = time.perf_counter() - started
+    assert child.pid is not None
+    done, cpu_seconds = 0, 0.0
+    what = "engine" if kill_at == 1 else "engine, to be killed"
+    try:
+        ours.recv()  # it has read the headers
+        with (
+            byte_progress(what, int(kill_at * engine_bytes)) as advance,
+            PeakMemory(child.pid) as memory,
+        ):
+            ours.send(None)
+            started = time.perf_counter()
+            while kill_at == 1 or done < kill_at * engine_bytes:
+                told = ours.recv()
+                if isinstance(told, float):
+                    cpu_seconds = told
+                    break
+                done += told
+                advance(told)
+            seconds = time.perf_counter() - started
+    except EOFError:
+        raise RuntimeError("the conversion ended early; its error stands above") from None
+    finally:
+        if kill_at < 1:
+            child.kill()
+        else:
+            ours.close()
+        child.join()
+    return _Conversion(seconds, cpu_seconds, memory.grown)
+
+
+def _converting(options: BuildOptions, parent: Connection) -> None:
+    """In the child: tells the bytes of each weight, and at the end its CPU seconds."""
+    description = builder.describe(options)
+    parent.send(0)
+    parent.recv()
+    used = time.process_time()
+    builder.write(description, progress=parent.send)
+    for file in options.output.glob("*.bin"):
+        _to_disk(file)
+    parent.send(time.process_time() - used)
+
+
+def _left_by_a_kill(options: BuildOptions) -> tuple[int, int]:
+    """Bytes of finished weights, from which the next conversion goes on, and of others, which
+    it writes again."""
     kept = written = 0
     for journal in options.output.parent.glob(f".{options.output.name}.*.partial/*.journal"):
         records = journal.read_text().splitlines()
         kept += json.loads(records[-1])["end"] if records else 0
         written += journal.with_suffix("").stat().st_size
-    return {
-        "killed_after_seconds": round(seconds, 1),
-        "kept_bytes": kept,
-        "discarded_bytes": written - kept,
-    }
-
-
-def _convert(options: BuildOptions, told: Connection) -> None:
-    description = builder.describe(options)
-    told.send(0)
-    builder.write(description, progress=told.send)
+    return kept, written - kept
 
 
 def _fraction(text: str) -> float:

@@ -15,14 +15,18 @@ _SECONDS = 0.02
 
 
 class PeakMemory:
-    """Context manager; ``grown`` is how many bytes this process had at most above its start."""
+    """Context manager; ``grown`` is how many bytes a process, by default this one, had at most
+    above its start."""
 
     grown = 0
 
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid = os.getpid() if pid is None else pid
+
     def __enter__(self) -> "PeakMemory":
-        self._start = anonymous_bytes(os.getpid())
+        self._start = anonymous_bytes(self._pid)
         self._sampler = subprocess.Popen(
-            [sys.executable, "-S", __file__, str(os.getpid())],
+            [sys.executable, "-S", __file__, str(self._pid)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -20,6 +20,7 @@ from trtree.build.network.network import Network, Owner, Weight, tensor_name
 from trtree.plugins.nvfp4_linear.format import BLOCK
 
 SHARD_BYTES = 2 << 30
+_SOME = 1 << 18  # numbers that are random; a weight repeats them, as making more takes minutes
 
 
 def write_random(
@@ -135,18 +136,22 @@ def _module(
         yield f"{module}.weight", _normal(shape, generator)
     else:
         rows, k = shape
-        codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, generator=generator)
-        scale = 1 + 7 * torch.rand(rows, k // BLOCK, generator=generator)
-        yield f"{module}.weight", codes
-        yield f"{module}.weight_scale", scale.to(torch.float8_e4m3fn)
+        some = min(rows, max(1, _SOME // k))
+        codes = torch.randint(0, 256, (some, k // 2), dtype=torch.uint8, generator=generator)
+        scale = 1 + 7 * torch.rand(some, k // BLOCK, generator=generator)
+        yield f"{module}.weight", _repeated(codes, rows)
+        yield f"{module}.weight_scale", _repeated(scale.to(torch.float8_e4m3fn), rows)
         yield f"{module}.weight_scale_2", torch.tensor(k**-0.5 / 16)
         if weight.activations == "nvfp4":
             yield f"{module}.input_scale", torch.tensor(DEFAULT_INPUT_SCALE)
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Normal bf16 numbers, a million of them over and over: making more takes minutes."""
+    """Normal bf16 numbers."""
     rows, k = shape
-    some: torch.Tensor = torch.randn(max(1, (1 << 20) // k), k, generator=generator).bfloat16()
-    some = some * float(k) ** -0.5
+    some: torch.Tensor = torch.randn(max(1, _SOME // k), k, generator=generator).bfloat16()
+    return _repeated(some * float(k) ** -0.5, rows)
+
+
+def _repeated(some: torch.Tensor, rows: int) -> torch.Tensor:
     return some.repeat(-(-rows // len(some)), 1)[:rows].contiguous()

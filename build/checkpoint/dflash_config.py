@@ -48,6 +48,7 @@ class DrafterConfig:
     causal: per layer, whether a block slot sees only the slots before it. Unless the
         file says so for all layers, sliding layers are causal and full ones are not, as
         in z-lab's model.
+    draft_vocab: tokens that a head of the drafter's own knows; None: the target's head.
     """
 
     transformer: Mapping[str, Any]
@@ -57,6 +58,7 @@ class DrafterConfig:
     layer_ids_read_as: LayerIds
     num_target_layers: int | None
     causal: tuple[bool, ...]
+    draft_vocab: int | None = None
 
     def check_target(self, target: Mapping[str, Any]) -> None:
         """Check that the drafter was made for a target of this config.json.
@@ -128,7 +130,8 @@ def parse(config: Mapping[str, Any], where: Path) -> DrafterConfig:
         raise CheckpointError(
             f"{where}: mask_token_id {mask} is outside the vocabulary of {config['vocab_size']}"
         )
-    transformer = {key: value for key, value in config.items() if key != "dflash_config"}
+    left = ("dflash_config", "draft_vocab_size")
+    transformer = {key: value for key, value in config.items() if key not in left}
     transformer |= {
         "layer_types": list(layer_types),
         "sliding_window": window,
@@ -142,6 +145,7 @@ def parse(config: Mapping[str, Any], where: Path) -> DrafterConfig:
         layer_ids_read_as="L+1" if other_format else read_as,
         num_target_layers=target_layers,
         causal=_causal(fields, layer_types),
+        draft_vocab=config.get("draft_vocab_size") if other_format else None,
     )
 
 
@@ -304,6 +308,8 @@ def _check_tensors(checkpoint: Checkpoint, drafter: DrafterConfig) -> None:
     """11 tensors per layer and 3 more, each of the shape the configuration implies."""
     fields = _Fields(drafter.transformer, checkpoint.directory / "config.json")
     shapes = _shapes(fields, len(drafter.target_layer_ids))
+    if drafter.draft_vocab:
+        shapes["lm_head"] = (drafter.draft_vocab, fields.integer("hidden_size", 1))
     missing = [f"{module}.weight" for module in shapes if not checkpoint.has_weight(module)]
     if missing:
         raise CheckpointError(
@@ -322,7 +328,8 @@ def _check_tensors(checkpoint: Checkpoint, drafter: DrafterConfig) -> None:
                 f"{stored.file}: tensor {name} has shape {list(actual)}, "
                 f"config.json implies {list(shape)}"
             )
-    checkpoint.check_coverage(shapes, speculators.ignored_tensors(checkpoint))
+    used = [*shapes, "d2t"] if drafter.draft_vocab else shapes
+    checkpoint.check_coverage(used, speculators.ignored_tensors(checkpoint))
 
 
 def _shapes(fields: _Fields, taps: int) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from trtree.build.checkpoint.scheme import QuantizationConfig
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 # What ModelOpt leaves alone too: embeddings, heads, and the small linears that choose
-# experts or feed a recurrence.
+# experts or feed a recurrence; and what is stored dense whatever it is, or chooses keys.
 EXCLUDED = (
     "*embed_tokens",
     "*lm_head",
@@ -28,6 +28,8 @@ EXCLUDED = (
     "*router*",
     "*shared_expert_gate",
     "*.conv1d",
+    "*.kv_b_proj",
+    "*.indexer.weights_proj",
 )
 # By the builder, rather than by a file of the checkpoint.
 CONFIG = QuantizationConfig("W4A16_NVFP4", EXCLUDED, source="the builder")

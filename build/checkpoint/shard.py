@@ -12,8 +12,10 @@ that a file may be larger than memory and a tensor's pages go when the tensor do
 import json
 import math
 import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +26,7 @@ from trtree.build.checkpoint.errors import CheckpointError
 
 # The safetensors package's own limit.
 MAX_HEADER_BYTES = 100_000_000
+_SMALL = 1 << 14  # bytes that are sooner read than mapped
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -91,8 +94,14 @@ def map_tensor(name: str, info: TensorInfo) -> torch.Tensor:
         return torch.empty(info.shape, dtype=info.dtype)
     start = info.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     lead = info.offset - start
+    pages: mmap.mmap | bytearray
     try:
-        with info.file.open("rb") as file:
+        file = _opened(info.file)
+        if info.nbytes <= _SMALL:
+            pages, lead = bytearray(os.pread(file.fileno(), info.nbytes, info.offset)), 0
+            if len(pages) < info.nbytes:
+                raise ValueError(f"it ends after {len(pages)} of them")
+        else:
             pages = mmap.mmap(
                 file.fileno(), lead + info.nbytes, access=mmap.ACCESS_COPY, offset=start
             )
@@ -106,6 +115,19 @@ def map_tensor(name: str, info: TensorInfo) -> torch.Tensor:
     if info.offset % info.dtype.itemsize:
         raw = raw.clone()  # kernels need aligned elements; the format does not promise them
     return raw.view(info.dtype).reshape(info.shape)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A file of experts is opened once, not for each of its thousands of tensors."""
+    stat = path.stat()
+    return _open_once(path, stat.st_dev, stat.st_ino, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _open_once(path: Path, *which: int) -> BinaryIO:
+    """``which`` tells a file from another that took its name."""
+    del which
+    return path.open("rb")
 
 
 def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:

@@ -33,7 +33,7 @@ QWEN3_DEFAULTS: Mapping[str, Any] = {
 _NEUTRAL = {"sample_from_anchor": False, "shift_label": False}
 # Copies of the target's weights: the drafter's module, and the target's.
 _COPIES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
-# Used in training only, or checked to say nothing.
+# Used in training only, or checked to say nothing (d2t: unless the vocabulary is reduced).
 IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d", "d2t")
 
 
@@ -46,8 +46,8 @@ def restated(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """The same drafter's config.json as z-lab would write it, without num_target_layers.
 
     Raises:
-        CheckpointError: another algorithm, a reduced draft vocabulary, or a field that is
-            missing, of the wrong type, or not supported.
+        CheckpointError: another algorithm, or a field that is missing, of the wrong type, or
+            not supported.
     """
     kind = config.get("speculators_model_type")
     projector = config.get("projector_type", "dflash")
@@ -80,18 +80,23 @@ def restated(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
         "architectures": ["DFlashDraftModel"],
         "block_size": config.get("block_size"),
         "dflash_config": dflash,
+        "draft_vocab_size": _draft_vocab(config, layers["vocab_size"]),
     }
 
 
 def check_copies(drafter: Checkpoint, target: Checkpoint) -> None:
     """Copies of the target's embedding and head must be just that; they are not stored.
+    A head of a reduced vocabulary is the drafter's own.
 
     Raises:
-        CheckpointError: a copy differs, or the vocabulary's map is not the identity.
+        CheckpointError: a copy differs.
     """
+    if not is_speculators(drafter.config):
+        return
+    reduced = _draft_vocab(drafter.config, _vocabulary(drafter.config)) is not None
     for module, original in _COPIES.items():
         name = f"{module}.weight"
-        if not is_speculators(drafter.config) or name not in drafter:
+        if name not in drafter or (reduced and module == "lm_head"):
             continue
         theirs = f"{original}.weight"
         if theirs not in target:  # a tied head
@@ -107,25 +112,71 @@ def ignored_tensors(checkpoint: Checkpoint) -> list[str]:
     """Tensors that no network uses.
 
     Raises:
-        CheckpointError: d2t or t2d map a reduced vocabulary.
+        CheckpointError: d2t or t2d say something else than config.json, or each other.
     """
     if not is_speculators(checkpoint.config):
         return []
+    draft_vocab = _draft_vocab(checkpoint.config, _vocabulary(checkpoint.config))
+    if draft_vocab is not None:
+        _check_maps(checkpoint, draft_vocab)
+        return [name for name in (*IGNORED, "embed_tokens.weight") if name != "d2t"]
     for name, identity in (("d2t", 0), ("t2d", 1)):
         if name in checkpoint and not bool((checkpoint.tensor(name) == identity).all()):
             raise CheckpointError(
-                f"{checkpoint.info(name).file}: tensor {name} maps a reduced draft vocabulary, "
-                "which is not supported yet; train the drafter on the target's vocabulary"
+                f"{checkpoint.info(name).file}: tensor {name} maps a reduced draft vocabulary, but "
+                "config.json's draft_vocab_size is the target's; set it to d2t's length"
             )
     return [*IGNORED, *(f"{module}.weight" for module in _COPIES)]
 
 
+def _check_maps(checkpoint: Checkpoint, draft_vocab: int) -> None:
+    """d2t [draft_vocab]: what is added to a drafted id. Ids rise, so that of equal logits the
+    lower one is first in both vocabularies. t2d [vocab]: which ids are drafted."""
+    if "d2t" not in checkpoint:
+        raise CheckpointError(
+            f"{checkpoint.directory}: has no d2t, which maps the {draft_vocab} ids of "
+            "draft_vocab_size to the target's"
+        )
+    offsets, file = checkpoint.tensor("d2t"), checkpoint.info("d2t").file
+    if offsets.shape != (draft_vocab,):
+        raise CheckpointError(
+            f"{file}: tensor d2t has shape {list(offsets.shape)}, draft_vocab_size is {draft_vocab}"
+        )
+    ids, vocab = offsets.long() + torch.arange(draft_vocab), _vocabulary(checkpoint.config)
+    if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
+        raise CheckpointError(
+            f"{file}: tensor d2t maps drafted ids to {int(ids.min())}..{int(ids.max())}; expected "
+            f"rising ids of the target's {vocab}"
+        )
+    if "t2d" not in checkpoint:
+        return
+    drafted = torch.zeros(vocab, dtype=torch.bool)
+    drafted[ids] = True
+    if not torch.equal(checkpoint.tensor("t2d").bool(), drafted):
+        raise CheckpointError(
+            f"{checkpoint.info('t2d').file}: tensor t2d names other tokens than d2t's "
+            f"{draft_vocab}; export again"
+        )
+
+
+def _vocabulary(config: Mapping[str, Any]) -> int:
+    """The target's vocabulary, as a drafter's file states it."""
+    layers = config["transformer_layer_config"]
+    return int(layers.get("vocab_size") or QWEN3_DEFAULTS["vocab_size"])
+
+
+def _draft_vocab(config: Mapping[str, Any], vocab: int) -> int | None:
+    """None where the drafter has the target's vocabulary."""
+    size = config.get("draft_vocab_size")
+    return None if size is None or size == vocab else int(size)
+
+
 def _check_fields(config: Mapping[str, Any], layers: Mapping[str, Any], where: Path) -> None:
     vocab = config.get("draft_vocab_size")
-    if vocab is not None and vocab != layers["vocab_size"]:
+    if vocab is not None and (type(vocab) is not int or not 0 < vocab <= layers["vocab_size"]):
         raise CheckpointError(
-            f"{where}: draft_vocab_size {vocab} is not the target's vocab_size "
-            f"{layers['vocab_size']}: a reduced draft vocabulary (d2t, t2d) is not supported yet"
+            f"{where}: draft_vocab_size {vocab!r} is not between 1 and the target's vocab_size "
+            f"{layers['vocab_size']}"
         )
     hidden = config.get("target_hidden_size")
     if hidden is not None and hidden != layers["hidden_size"]:

@@ -170,7 +170,7 @@ def _write_heads(file: ResumableFile, weight: Weight, checkpoint: WeightReader) 
     assert isinstance(linear.weight, torch.Tensor)  # it is stored dense
     keys, values = weight.head_sizes
     places = []
-    for head in linear.weight.split(keys + values):
+    for head in torch.split(linear.weight, keys + values):
         for matrix in (head[:keys].T.contiguous(), head[keys:].contiguous()):
             places.append(_append(file, dense_cpu.pack(matrix)))
     entry = {"offset": places[0]["offset"], "bytes": sum(place["bytes"] for place in places)}
@@ -380,14 +380,18 @@ def _assign_buffers(
 
     def take(base: str, step: int) -> None:
         per_output = network.tensors[base].shape[0] == "outputs"
+        width = places[base].stride
         busy = {assigned[b] for b in assigned if last_use.get(b, -1) >= step}
-        for index, buffer in enumerate(buffers):
-            if index not in busy and buffer["per_output"] == per_output:
-                break
-        else:
-            index = len(buffers)
+        free = [
+            index
+            for index, buffer in enumerate(buffers)
+            if index not in busy and buffer["per_output"] == per_output
+        ]
+        # Of its own width if there is one: ops over equal rows can run together, row by row.
+        index = min(free, key=lambda i: buffers[i]["width"] != width, default=len(buffers))
+        if not free:
             buffers.append({"width": 0, "per_output": per_output})
-        buffers[index]["width"] = max(buffers[index]["width"], places[base].stride)
+        buffers[index]["width"] = max(buffers[index]["width"], width)
         assigned[base] = index
 
     for name in network.inputs:

@@ -305,7 +305,8 @@ def _top_k_log_probs(net: ReferenceNetwork, op: Op, x: Operands, step: StepConte
     order = torch.sort(logits, dim=-1, descending=True, stable=True)
     ids = order.indices[:, : op.attrs["k"]]
     lse = torch.logsumexp(logits.double(), dim=-1, keepdim=True).float()
-    return [logits.gather(-1, ids) - lse, ids.int()]
+    mapped = ids + net.dense(op).long()[ids] if op.weights else ids
+    return [logits.gather(-1, ids) - lse, mapped.int()]
 
 
 def _refuse_nan(op: Op, logits: torch.Tensor) -> None:

@@ -150,7 +150,7 @@ def _vector_parts(
     weight: Weight, rows: tuple[tuple[range, ...], ...]
 ) -> dict[tuple[Owner, tuple[str, ...]], _Part]:
     """Vectors are read tensor by tensor, each from its own first number on."""
-    parts = {}
+    parts: dict[tuple[Owner, tuple[str, ...]], _Part] = {}
     for index, (module, ranges) in enumerate(zip(weight.modules, rows, strict=True)):
         start = sum(weight.sizes[:index])
         own = tuple(range(r.start - start, r.stop - start) for r in ranges)

@@ -16,11 +16,13 @@ from trtree.build.network.graph import Graph
 @dataclass(frozen=True)
 class DFlashConfig:
     """layers: the drafter's transformer, which is Qwen3's; captures: target layers it
-    sees; causal: per layer, whether a block slot sees only the slots before it."""
+    sees; causal: per layer, whether a block slot sees only the slots before it; draft_vocab:
+    tokens that its own head knows, None where the head is the target's."""
 
     layers: qwen3.Qwen3Config
     captures: int
     causal: tuple[bool, ...]
+    draft_vocab: int | None = None
 
 
 def build_context(g: Graph, cfg: DFlashConfig) -> None:
@@ -52,7 +54,7 @@ def build_block(g: Graph, cfg: DFlashConfig, target: qwen3.Qwen3Config, top_k: i
 
     Attention is bidirectional inside the block (packed_mask is all ones) but for layers
     that are causal there, which have a mask of their own. Embedding and head are the
-    target's.
+    target's, but for a head of fewer tokens, whose ids ``d2t`` maps to the target's.
     """
     layers = cfg.layers
     rows = g.rows()
@@ -79,14 +81,18 @@ def build_block(g: Graph, cfg: DFlashConfig, target: qwen3.Qwen3Config, top_k: i
             x = g.add("mlp_residual", x, h)
     h = g.gather_rows("output_hidden", x, rows.output_rows)
     h = g.rms_norm("norm", h, layers.rms_norm_eps)
-    logits = g.linear(
-        target.head_module,
-        h,
-        target.vocab_size,
-        name="lm_head",
-        owner="target",
-        parallel="column",
-    )
-    log_probs, ids = g.top_k_log_probs("top_k", logits, top_k)
+    if cfg.draft_vocab:
+        logits = g.linear("lm_head", h, cfg.draft_vocab, parallel="column")
+        log_probs, ids = g.top_k_log_probs("top_k", logits, top_k, id_offsets="d2t")
+    else:
+        logits = g.linear(
+            target.head_module,
+            h,
+            target.vocab_size,
+            name="lm_head",
+            owner="target",
+            parallel="column",
+        )
+        log_probs, ids = g.top_k_log_probs("top_k", logits, top_k)
     g.output("log_probs", log_probs)
     g.output("token_ids", ids)

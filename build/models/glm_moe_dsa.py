@@ -83,7 +83,7 @@ class GlmMoeDsaConfig(Glm4MoeConfig):
             index_heads=read.positive("index_n_heads", 32),
             index_dim=_index_dim(read, rope_dim),
             index_top_k=read.positive("index_topk", 2048),
-            own_indexer=_own_indexers(config, read, layers),
+            own_indexer=own_indexers(config, layers),
         )
 
 
@@ -92,20 +92,27 @@ def build(g: Graph, cfg: GlmMoeDsaConfig, captured_layers: Sequence[int]) -> Non
     selections: list[Tensor] = []  # of the layers so far that choose
 
     def mixer(g: Graph, h: Tensor, rows: Rows, layer: int) -> Tensor:
+        modules, sizes = (
+            ["q_a_proj", "kv_a_proj_with_mqa"],
+            [cfg.q_rank, cfg.kv_rank + cfg.rope_dim],
+        )
+        if cfg.own_indexer[layer]:
+            modules, sizes = [*modules, "indexer.wk"], [*sizes, cfg.index_dim]
         with g.scope("self_attn"):
-            # Both read the same rows: one product.
-            sizes = [cfg.q_rank, cfg.kv_rank + cfg.rope_dim]
-            q, kv = g.linears(["q_a_proj", "kv_a_proj_with_mqa"], h, sizes)
+            q, kv, *key = g.linears(modules, h, sizes)
             q = g.rms_norm("q_a_layernorm", q, _INNER_EPS)
             if cfg.own_indexer[layer]:
-                selections.append(choose_keys(g, h, q, rows, cfg))
+                selections.append(choose_keys(g, h, q, key[0], rows, cfg))
             return attention(g, q, kv, rows, cfg, selections[-1])
 
     build_decoder(g, cfg, captured_layers, mlp_of(cfg), mixer)
 
 
-def choose_keys(g: Graph, h: Tensor, q: Tensor, rows: Rows, cfg: GlmMoeDsaConfig) -> Tensor:
-    """h [rows, hidden] and low-rank queries [rows, q_rank] -> int32 [rows, index_top_k].
+def choose_keys(
+    g: Graph, h: Tensor, q: Tensor, k: Tensor, rows: Rows, cfg: GlmMoeDsaConfig
+) -> Tensor:
+    """h [rows, hidden], low-rank queries [rows, q_rank] and the indexer's keys [rows, index_dim],
+    neither normed nor rotated -> int32 [rows, index_top_k].
 
     Every rank has the indexer whole: its work is small, and all need all of its choice.
     """
@@ -113,7 +120,7 @@ def choose_keys(g: Graph, h: Tensor, q: Tensor, rows: Rows, cfg: GlmMoeDsaConfig
         heads, dim = cfg.index_heads, cfg.index_dim
         q = g.split_heads("q_heads", g.linear("wq_b", q, heads * dim), heads)
         q = g.rotary_embedding("q_rotated", q, rows.positions, cfg.rope)
-        k = g.layer_norm("k_norm", g.linear("wk", h, dim), _INNER_EPS)
+        k = g.layer_norm("k_norm", k, _INNER_EPS)
         k = g.rotary_embedding("k_rotated", g.split_heads("k_head", k, 1), rows.positions, cfg.rope)
         keys = g.latent_state("keys", dim)
         g.latent_append("append", g.merge_heads("key", k), rows.slots, keys)
@@ -184,9 +191,16 @@ def _dense_layers(config: Mapping[str, Any], read: ConfigReader, layers: int) ->
     return first
 
 
-def _own_indexers(config: Mapping[str, Any], read: ConfigReader, layers: int) -> tuple[bool, ...]:
-    """``indexer_types``, else ``index_topk_pattern``, else every ``index_topk_freq``-th layer
-    behind ``index_skip_topk_offset`` (transformers' configuration_glm_moe_dsa.py)."""
+def own_indexers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Per layer, whether it chooses keys itself instead of sharing the last choice.
+
+    ``indexer_types``, else ``index_topk_pattern``, else every ``index_topk_freq``-th layer
+    behind ``index_skip_topk_offset`` (transformers' configuration_glm_moe_dsa.py).
+
+    Raises:
+        NetworkError: they do not name every layer, or not the first as one that chooses.
+    """
+    read = ConfigReader(config)
     name = read.present("indexer_types", "index_topk_pattern")
     kinds = config.get(name)
     if kinds is None:

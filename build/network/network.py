@@ -82,7 +82,7 @@ class Weight:
 _WEIGHT_TUPLES = ("modules", "shape", "out_sizes", "head_sizes")
 
 # Parameters that are tensors by themselves, not the ``weight`` of a module.
-_PARAMETERS = ("A_log", ".bias", "dt_bias", "e_score_correction_bias", "pre_quant_scale")
+_PARAMETERS = ("A_log", ".bias", "dt_bias", "e_score_correction_bias", "d2t", "pre_quant_scale")
 
 
 def tensor_name(module: str) -> str:

@@ -62,15 +62,21 @@ class RowOps(GraphCore):
         """[outputs, vocab] -> int32 [outputs]; ties to the lower id. NaN is an error."""
         return self._op("argmax", name, [logits], [logits.shape[:-1]], dtypes=["int32"])[0]
 
-    def top_k_log_probs(self, name: str, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def top_k_log_probs(
+        self, name: str, logits: Tensor, k: int, *, id_offsets: str | None = None
+    ) -> tuple[Tensor, Tensor]:
         """[outputs, vocab] -> log-probs float32 and ids int32 [outputs, k], decreasing.
 
         log-prob = float32(logit) - float32(log-sum-exp); ties rank by lower id. The
         log-probs are float32 whatever the network's dtype. NaN is an error.
+        ``id_offsets`` names a vector [vocab] of what is added to each id, where the logits
+        are those of a part of the vocabulary.
         """
         vocab = static(logits.shape[-1], name)
         if not 1 <= k <= vocab:
             raise NetworkError(f"{self._path(name)}: top_k {k} for a vocabulary of {vocab}")
+        # Whole numbers below 2^24: exact.
+        offsets = [self._weight([id_offsets], [vocab], dtype="float32")] if id_offsets else []
         shape = (*logits.shape[:-1], k)
         log_probs, ids = self._op(
             "top_k_log_probs",
@@ -78,6 +84,7 @@ class RowOps(GraphCore):
             [logits],
             [shape, shape],
             dtypes=["float32", "int32"],
+            weights=offsets,
             attrs={"k": k},
         )
         return log_probs, ids

@@ -19,7 +19,12 @@ OutputArray<uint8_t> pack(const InputArray<uint8_t, 2>& weight, const std::strin
   const int64_t in_features = weight.shape(1) / dense::element_size(dtype);
   const size_t size = dense::packed_size(out_features, in_features, dtype);
   auto packed = bindings::new_array<uint8_t>({size});
-  dense::pack(bindings::span(weight), out_features, in_features, dtype, bindings::span(packed));
+  const auto from = bindings::span(weight);
+  const auto to = bindings::span(packed);
+  {
+    const nb::gil_scoped_release release;  // a build packs and writes at the same time
+    dense::pack(from, out_features, in_features, dtype, to);
+  }
   return packed;
 }
 

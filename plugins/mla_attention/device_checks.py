@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from trtree.plugins.latent_cache import LatentCache
+from trtree.plugins.latent_cache import LatentCache, visible
 from trtree.plugins.latent_cache import commit as reference_commit
 from trtree.plugins.mla_attention import launch, reference
 from trtree.plugins.mla_attention.cases import LatentCase, LatentInputs
@@ -17,7 +17,7 @@ from trtree.plugins.sparse_indexer import reference as index_reference
 from trtree.plugins.sparse_indexer.contract import score_scale
 from trtree.plugins.sparse_indexer.tiles import IndexTile
 from trtree.plugins.tree_attention.cases import assert_rounded, rope_table
-from trtree.plugins.tree_attention.contract import Rope
+from trtree.plugins.tree_attention.contract import AttentionSegment, Rope
 from trtree.plugins.tree_attention.device_checks import random_path
 from trtree.plugins.tree_attention.launch import KvStores
 from trtree.plugins.tree_attention.launch import commit as launch_commit
@@ -200,7 +200,7 @@ def check_commit(case: LatentCase, inputs: LatentInputs, device: torch.device) -
 def _check_scores(
     inputs: LatentInputs,
     cache: LatentCache,
-    segment: "index_reference.AttentionSegment",
+    segment: AttentionSegment,
     scores: torch.Tensor,
     error: float,
 ) -> None:
@@ -210,7 +210,7 @@ def _check_scores(
         LatentCache(cache.vectors.abs()), q.abs(), weights.abs(), segment
     )
     scale = score_scale(q.shape[1], q.shape[2])
-    seen = index_reference.visible(inputs.packed_mask, segment)
+    seen = visible(inputs.packed_mask, segment)
     got = scores[segment.rows, : exact.shape[1]].double()
     exact = torch.where(seen, exact / scale, -torch.inf)
     off = ~(((got - exact).abs() <= error * sizes / scale) | (got == exact))

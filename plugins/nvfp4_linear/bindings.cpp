@@ -18,8 +18,12 @@ OutputArray<uint8_t> pack(const InputArray<uint8_t, 2>& codes,
   const int64_t in_features = codes.shape(1) * 2;
   const size_t size = nvfp4::packed_size(out_features, in_features);
   auto packed = bindings::new_array<uint8_t>({size});
-  nvfp4::pack(bindings::span(codes), bindings::span(block_scales), out_features, in_features,
-              bindings::span(packed));
+  const auto from = bindings::span(codes), scales = bindings::span(block_scales);
+  const auto to = bindings::span(packed);
+  {
+    const nb::gil_scoped_release release;  // a build packs and writes at the same time
+    nvfp4::pack(from, scales, out_features, in_features, to);
+  }
   return packed;
 }
 

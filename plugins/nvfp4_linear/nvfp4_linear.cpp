@@ -45,7 +45,7 @@ uint64_t spread(uint64_t nibbles) {
 }
 
 // Rows that one thread should prepare before another is worth waking.
-int64_t grain(int64_t k) { return std::max<int64_t>(8192 / std::max<int64_t>(k, 1), 1); }
+int64_t grain(int64_t k) { return std::max<int64_t>(2048 / std::max<int64_t>(k, 1), 1); }
 
 }  // namespace
 
@@ -92,39 +92,47 @@ void pack(std::span<const uint8_t> codes, std::span<const uint8_t> block_scales,
   }
 }
 
-void Input::reset(int64_t rows, int64_t k, int64_t block_bytes) {
+void Input::prepare(int64_t rows, int64_t k, std::optional<float> input_scale) {
+  if (input_scale && (!std::isfinite(*input_scale) || *input_scale <= 0)) {
+    throw std::invalid_argument("input_scale = " + std::to_string(*input_scale) +
+                                ": it must be finite and > 0");
+  }
   check_multiple("NVFP4 linear's input " + shape_text(rows, k), k);
-  buffer_.resize(rows, k / kBlock * block_bytes);
+  const size_t block_bytes = input_scale ? sizeof(QuantizedBlock) : sizeof(Bf16Block);
+  buffer_.resize(rows, k / kBlock * static_cast<int64_t>(block_bytes));
   in_features_ = k;
+  input_scale_ = input_scale;
+}
+
+void Input::set_rows(const float* x, int64_t x_stride, int64_t begin, int64_t end, Isa isa) {
+  const Kernels& use = kernels(isa);
+  for (int64_t r = begin; r < end; ++r) {
+    const float* const from = x + r * x_stride;
+    uint8_t* const to = buffer_.row(r);
+    if (input_scale_) {
+      use.quantize_row(from, in_features_, *input_scale_, reinterpret_cast<QuantizedBlock*>(to));
+    } else {
+      use.round_row(from, in_features_, reinterpret_cast<Bf16Block*>(to));
+    }
+  }
+}
+
+void Input::set_all(const float* x, int64_t x_stride, Parallel& parallel, Isa isa) {
+  parallel.parallel_for(rows(), grain(in_features_), [&](int64_t begin, int64_t end) {
+    set_rows(x, x_stride, begin, end, isa);
+  });
 }
 
 void Input::quantize(const float* x, int64_t rows, int64_t k, int64_t x_stride, float input_scale,
                      Parallel& parallel, Isa isa) {
-  if (!std::isfinite(input_scale) || input_scale <= 0) {
-    throw std::invalid_argument("input_scale = " + std::to_string(input_scale) +
-                                ": it must be finite and > 0");
-  }
-  reset(rows, k, sizeof(QuantizedBlock));
-  input_scale_ = input_scale;
-  const auto quantize_row = kernels(isa).quantize_row;
-  parallel.parallel_for(rows, grain(k), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      quantize_row(x + r * x_stride, k, input_scale,
-                   reinterpret_cast<QuantizedBlock*>(buffer_.row(r)));
-    }
-  });
+  prepare(rows, k, input_scale);
+  set_all(x, x_stride, parallel, isa);
 }
 
 void Input::round_to_bf16(const float* x, int64_t rows, int64_t k, int64_t x_stride,
                           Parallel& parallel, Isa isa) {
-  reset(rows, k, sizeof(Bf16Block));
-  input_scale_.reset();
-  const auto round_row = kernels(isa).round_row;
-  parallel.parallel_for(rows, grain(k), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      round_row(x + r * x_stride, k, reinterpret_cast<Bf16Block*>(buffer_.row(r)));
-    }
-  });
+  prepare(rows, k, {});
+  set_all(x, x_stride, parallel, isa);
 }
 
 void Input::quantized_row(int64_t row, int8_t* values, float* block_scales) const {

@@ -44,6 +44,11 @@ class Input {
   // W4A16: rounded to bf16, ties to even; magnitudes under 2^-100 become zero.
   void round_to_bf16(const float* x, int64_t rows, int64_t k, int64_t x_stride, Parallel& parallel,
                      Isa isa);
+  // The same in two parts: room for all rows, then those of x, all or, for callers that share
+  // rows among threads themselves, [begin, end). Without an input_scale they become bf16.
+  void prepare(int64_t rows, int64_t k, std::optional<float> input_scale);
+  void set_all(const float* x, int64_t x_stride, Parallel& parallel, Isa isa);
+  void set_rows(const float* x, int64_t x_stride, int64_t begin, int64_t end, Isa isa);
   // Rows of another input, as they were prepared.
   void select(const Input& from, std::span<const int64_t> rows) {
     buffer_.select(from.buffer_, rows);
@@ -60,7 +65,6 @@ class Input {
 
  private:
   friend void linear(const Weight&, const Input&, const LinearOutput&, Parallel&, Isa);
-  void reset(int64_t rows, int64_t k, int64_t block_bytes);
 
   RowBuffer buffer_;
   int64_t in_features_ = 0;

@@ -63,7 +63,8 @@ inline void quantize_block(const float* x, float step, QuantizedBlock& out) {
 
 // Many blocks at a time, so that no step waits for the one before: magnitudes, then
 // scales, then codes.
-void quantize_row(const float* x, int64_t k, float input_scale, QuantizedBlock* blocks) {
+[[maybe_unused]] void quantize_row(const float* x, int64_t k, float input_scale,
+                                   QuantizedBlock* blocks) {
   constexpr int64_t kBatch = 32;
   for (int64_t first = 0; first < k / kBlock; first += kBatch) {
     const int64_t left = k / kBlock - first;

@@ -1,5 +1,6 @@
 #include "plugins/tree_attention/cpu.hpp"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <stdexcept>
@@ -52,16 +53,17 @@ void Visibility::assign_blocks(std::span<const Segment> segments, bool causal) {
   }
 }
 
-void append(const PagedKv& cache, std::span<const Segment> segments, const Heads& k,
-            const Heads& v) {
-  const size_t bytes = cache.head_dim * sizeof(float);
+void append(const PagedKv& cache, std::span<const Segment> segments, const Heads& k, const Heads& v,
+            int64_t begin, int64_t end) {
+  const int64_t d = cache.head_dim, apart = cache.page_size * d;  // from head to head
   for (const Segment& segment : segments) {
-    for (int32_t row = 0; row < segment.num_rows; ++row) {
-      for (int64_t head = 0; head < cache.heads; ++head) {
-        const int64_t to = cache.at(segment.pages, segment.prefix_length + row, head);
-        const int64_t from = segment.first_row + row;
-        std::memcpy(cache.k + to, k.data + from * k.stride + head * cache.head_dim, bytes);
-        std::memcpy(cache.v + to, v.data + from * v.stride + head * cache.head_dim, bytes);
+    const int64_t last = std::min<int64_t>(end, segment.first_row + segment.num_rows);
+    for (int64_t row = std::max<int64_t>(begin, segment.first_row); row < last; ++row) {
+      const int64_t slot = segment.prefix_length + row - segment.first_row;
+      int64_t to = cache.at(segment.pages, slot, 0);
+      for (int64_t head = 0; head < cache.heads; ++head, to += apart) {
+        std::copy_n(k.data + row * k.stride + head * d, d, cache.k + to);
+        std::copy_n(v.data + row * v.stride + head * d, d, cache.v + to);
       }
     }
   }
@@ -73,9 +75,11 @@ void attend(const Attention& attention, Parallel& parallel, Isa isa) {
     throw std::invalid_argument("tree attention needs a head size that is a multiple of " +
                                 std::to_string(kLanes) + ", not " + std::to_string(cache.head_dim));
   }
-  const int32_t tile_rows = attention.window > 0 ? 1 : kTileRows;
   std::vector<Tile> tiles;
   for (const Segment& segment : attention.segments) {
+    // As few tiles as can be, each of about as many rows.
+    const int32_t parts = (segment.num_rows + kTileRows - 1) / kTileRows;
+    const int32_t tile_rows = attention.window > 0 ? 1 : (segment.num_rows + parts - 1) / parts;
     for (int64_t head = 0; head < cache.heads; ++head) {
       for (int32_t row = 0; row < segment.num_rows; row += tile_rows) {
         tiles.push_back({&segment, row, std::min(tile_rows, segment.num_rows - row), head});

@@ -62,9 +62,9 @@ struct Heads {
   int64_t stride;
 };
 
-// Write k, v [rows, kv heads, head_dim] into each row's slot.
-void append(const PagedKv& cache, std::span<const Segment> segments, const Heads& k,
-            const Heads& v);
+// Write rows [begin, end) of k, v [rows, kv heads, head_dim] into their slots.
+void append(const PagedKv& cache, std::span<const Segment> segments, const Heads& k, const Heads& v,
+            int64_t begin, int64_t end);
 
 struct Attention {
   PagedKv cache;

@@ -12,7 +12,7 @@
 namespace trtree::attention {
 
 // Rows of one task: enough to share each piece of the prefix that comes into the cache.
-inline constexpr int32_t kTileRows = 8;
+inline constexpr int32_t kTileRows = 16;
 
 struct Tile {
   const Segment* segment;
@@ -52,7 +52,36 @@ extern const TileKernel kAvx512Tile;
 
 namespace {
 
-// Scores of Q queries against four keys, of which `count` are wanted.
+inline void store_scores(float* to, const float* scores, int count) {
+  if (count == 4) {
+    std::memcpy(to, scores, 4 * sizeof(float));
+  } else {
+    std::copy_n(scores, count, to);
+  }
+}
+
+// Scores of four queries against four keys, of which `count` are wanted.
+inline void score_four(const Query* queries, const float* const (&keys)[4], int count, int64_t d,
+                       float scale, int64_t at) {
+  Lanes totals[4][4] = {};
+  for (int64_t i = 0; i < d; i += kLanes) {
+    Lanes query[4];
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) query[q] = load(queries[q].q + i);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const Lanes key = load(keys[k] + i);
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; ++q) totals[k][q] = fma(query[q], key, totals[k][q]);
+    }
+  }
+  float scores[kLanes];
+  store(scores, sum16(totals) * scale);
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) store_scores(queries[q].weights + at, scores + 4 * q, count);
+}
+
+// Likewise of Q queries.
 template <int Q>
 inline void score(const Query* queries, const float* const (&keys)[4], int count, int64_t d,
                   float scale, int64_t at) {
@@ -72,13 +101,9 @@ inline void score(const Query* queries, const float* const (&keys)[4], int count
   for (int q = 0; q < Q; ++q) {
     float sums[4];
     sum4(totals[q], sums);
-    float* const scores = queries[q].weights + at;
-    if (count == 4) {
 #pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) scores[k] = sums[k] * scale;
-    } else {
-      for (int k = 0; k < count; ++k) scores[k] = sums[k] * scale;
-    }
+    for (int k = 0; k < 4; ++k) sums[k] *= scale;
+    store_scores(queries[q].weights + at, sums, count);
   }
 }
 
@@ -98,17 +123,23 @@ inline float softmax(float* weights, int64_t n) {
   return sum(total);
 }
 
+// Into the second-level cache, for the pass over keys that comes next.
+inline void prefetch(const float* key, int64_t d) {
+  for (int64_t i = 0; i < d; i += kLanes) __builtin_prefetch(key + i, 0, 2);
+}
+
 // out[first ...] += weight * v over n keys in order, for Q queries and C vectors of columns.
 template <int Q, int C>
 inline void accumulate(const Query* queries, const float* const* values, int64_t n, int64_t at,
-                       int64_t first) {
+                       int64_t first, int64_t ahead) {
   Lanes sums[Q][C];
   for (int q = 0; q < Q; ++q) {
     for (int c = 0; c < C; ++c) sums[q][c] = load(queries[q].out + first + c * kLanes);
   }
   for (int64_t key = 0; key < n; ++key) {
     const float* v = values[key] + first;
-#pragma GCC unroll 2
+    if (ahead != 0) prefetch(v + ahead, C * kLanes);
+#pragma GCC unroll 4
     for (int q = 0; q < Q; ++q) {
       const Lanes weight = fill(queries[q].weights[at + key]);
 #pragma GCC unroll 4
@@ -123,34 +154,49 @@ inline void accumulate(const Query* queries, const float* const* values, int64_t
 // As many columns at a time as fit in registers.
 template <int Q>
 inline void accumulate_all(const Query* queries, const float* const* values, int64_t n, int64_t at,
-                           int64_t d) {
+                           int64_t d, int64_t ahead) {
   constexpr int kColumns = 4;
   int64_t first = 0;
   for (; first + kColumns * kLanes <= d; first += kColumns * kLanes) {
-    accumulate<Q, kColumns>(queries, values, n, at, first);
+    accumulate<Q, kColumns>(queries, values, n, at, first, ahead);
   }
-  for (; first < d; first += kLanes) accumulate<Q, 1>(queries, values, n, at, first);
+  for (; first < d; first += kLanes) accumulate<Q, 1>(queries, values, n, at, first, ahead);
 }
 
 // What `queries` do with keys in list positions at .. at + n, in order: scores, or the
-// weighted sum of values. Two queries at a time share their loads.
+// weighted sum of values. Four queries at a time share their loads. What stands `ahead` of each
+// key, if not 0, is fetched meanwhile.
 inline void score_keys(std::span<const Query> queries, const float* const* keys, int64_t n,
-                       int64_t at, int64_t d, float scale) {
+                       int64_t at, int64_t d, float scale, int64_t ahead = 0) {
   for (int64_t i = 0; i < n; i += 4) {
     const int count = n - i < 4 ? static_cast<int>(n - i) : 4;
     const float* four[4];
     for (int k = 0; k < 4; ++k) four[k] = keys[i + (k < count ? k : 0)];
+    if (ahead != 0) {
+      for (int k = 0; k < 4; ++k) prefetch(four[k] + ahead, d);
+    }
     size_t q = 0;
-    for (; q + 2 <= queries.size(); q += 2) score<2>(&queries[q], four, count, d, scale, at + i);
+    for (; q + 4 <= queries.size(); q += 4) score_four(&queries[q], four, count, d, scale, at + i);
+    if (q + 2 <= queries.size()) {
+      score<2>(&queries[q], four, count, d, scale, at + i);
+      q += 2;
+    }
     if (q < queries.size()) score<1>(&queries[q], four, count, d, scale, at + i);
   }
 }
 
 inline void sum_values(std::span<const Query> queries, const float* const* values, int64_t n,
-                       int64_t at, int64_t d) {
+                       int64_t at, int64_t d, int64_t ahead = 0) {
   size_t q = 0;
-  for (; q + 2 <= queries.size(); q += 2) accumulate_all<2>(&queries[q], values, n, at, d);
-  if (q < queries.size()) accumulate_all<1>(&queries[q], values, n, at, d);
+  for (; q + 4 <= queries.size(); q += 4, ahead = 0) {
+    accumulate_all<4>(&queries[q], values, n, at, d, ahead);
+  }
+  if (q + 2 <= queries.size()) {
+    accumulate_all<2>(&queries[q], values, n, at, d, ahead);
+    q += 2;
+    ahead = 0;
+  }
+  if (q < queries.size()) accumulate_all<1>(&queries[q], values, n, at, d, ahead);
 }
 
 // Prefix keys that stay in the first-level cache while all queries of a tile read them.
@@ -212,7 +258,7 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
   const std::span<Query> queries(scratch.queries);
   for (int64_t at = 0; at < prefix; at += kChunk) {
     score_keys(queries, scratch.keys.data() + at, std::min(kChunk, prefix - at), at, d,
-               attention.scale);
+               attention.scale, values);
   }
   for (size_t r = 0; r < scratch.tails.size(); ++r) {
     const auto [first, count] = scratch.tails[r];
@@ -222,8 +268,10 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
   for (Query& query : queries) query.total = softmax(query.weights, query.visible);
 
   for (const float*& key : scratch.keys) key += values;
+  // The same slots of the next head, which is likely this thread's next tile, follow in a page.
+  const int64_t next = tile.kv_head + 1 < cache.heads ? cache.page_size * d - values : 0;
   for (int64_t at = 0; at < prefix; at += kChunk) {
-    sum_values(queries, scratch.keys.data() + at, std::min(kChunk, prefix - at), at, d);
+    sum_values(queries, scratch.keys.data() + at, std::min(kChunk, prefix - at), at, d, next);
   }
   for (size_t r = 0; r < scratch.tails.size(); ++r) {
     const auto [first, count] = scratch.tails[r];

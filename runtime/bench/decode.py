@@ -5,7 +5,7 @@ larger model's GEMM shapes, so that a step costs what it costs there while accep
 a trained pair's. Before anything is timed, the widened engine's tokens are checked to be
 the pair's own. Then: time of a target step against its rows, and tokens/s and acceptance
 length of each mode. Rounds of all modes are interleaved, so that a busy machine slows
-them alike; quote ratios from one run.
+them alike; quote ratios from one run. A request's clock starts with its first token.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from trtree import _core
 from trtree.build.bench.widen import SHAPES
 from trtree.build.bench.widened import build_widened
 from trtree.build.builder import describe, write
-from trtree.build.options import BuildOptions, read_options
+from trtree.build.options import BuildOptions, OptionError, read_options
+from trtree.runtime.chat_template import ChatTemplate
 from trtree.runtime.cli import positive
-from trtree.runtime.executor import Request
+from trtree.runtime.executor import Request, RequestStatistics
 from trtree.runtime.generate import read_prompts
 from trtree.runtime.session import Session
 
@@ -45,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("configs/demo/prompts.txt"),
         help="one a line; default: %(default)s",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="put the prompts into the chat template"
     )
     parser.add_argument("--max-tokens", type=positive, default=64, help="default: %(default)s")
     parser.add_argument(
@@ -77,16 +83,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         from trtree.runtime.bench import against_dflash
 
         return against_dflash.compare(options, prompts, args.max_tokens)
+    if args.plot and find_spec("matplotlib") is None:
+        raise OptionError("--plot needs matplotlib, which is not installed")
     with tempfile.TemporaryDirectory() as folder:
         small, wide = _build(options, args.widen, Path(folder))
+        if args.chat:
+            template = ChatTemplate(wide.engine_dir.tokenizer_path)
+            prompts = [template.render([{"role": "user", "content": p}]) for p in prompts]
+        # Steps write to pages of the executor's choice too, so they come before it caches any.
+        step = _measure_steps(wide.engine, args.repeats)
         _check_tokens(small, wide, prompts, args.max_tokens)
         result = {
             "widen": args.widen,
             "quantize_drafter": args.quantize_drafter,
             "block_size": wide.engine.capabilities().block_size,
             "activations": wide.engine.capabilities().activations,
+            "chat": args.chat,
+            "max_tokens": args.max_tokens,
             "threads": len(os.sched_getaffinity(0)),
-            "step": _measure_steps(wide.engine, args.repeats),
+            "step": step,
             "decode": _measure_modes(wide, prompts, args.max_tokens),
         }
     if args.plot:
@@ -143,6 +158,31 @@ def _step(engine: _core.Engine, at: _core.Sequence, tokens: list[int]) -> float:
     return time.perf_counter() - started
 
 
+@dataclass(frozen=True)
+class _Decoded:
+    """One request: its tokens, and the seconds that all but the first of them took.
+
+    The first come with the prompt, whose cost depends on what is cached.
+    """
+
+    token_ids: list[int]
+    later: int
+    seconds: float
+    statistics: RequestStatistics
+
+
+def _decode(session: Session, request: Request) -> _Decoded:
+    session.enqueue(request)
+    responses = session.responses()
+    first = next(responses)
+    started = time.perf_counter()
+    tokens, last = list(first.token_ids), first
+    for last in responses:
+        tokens += last.token_ids
+    seconds = time.perf_counter() - started
+    return _Decoded(tokens, len(tokens) - len(first.token_ids), seconds, last.statistics)
+
+
 def _measure_modes(
     session: Session, prompts: Sequence[str], max_tokens: int
 ) -> list[dict[str, Any]]:
@@ -156,12 +196,12 @@ def _measure_modes(
     for prompt in prompts:
         expected = None
         for mode, budget in modes:
-            done = session.complete(_request(session, prompt, mode, budget, max_tokens))
+            done = _decode(session, _request(session, prompt, mode, budget, max_tokens))
             expected = expected or done.token_ids
             if done.token_ids != expected:
                 raise RuntimeError(f"{mode} {budget}: tokens differ from plain decoding's")
             seconds[mode, budget] += done.seconds
-            tokens[mode, budget] += len(done.token_ids)
+            tokens[mode, budget] += done.later
             verifies[mode, budget] += done.statistics.verify_forwards
             decoded[mode, budget] += done.statistics.decoded_tokens
     plain = tokens["plain", None] / seconds["plain", None]

@@ -2,11 +2,13 @@
 
 Starts the server in a process of its own (or measures one that runs, --url). Each client
 sends its next request when it has the last answer, streamed. Modes take turns at each
-number of clients, so that a busy machine slows them alike; texts of all modes must be
-equal, or there is no result. Per run: output tokens per second of all clients, and
-percentiles of the time to the first token, of the time per output token of each request,
-and of the gaps between a stream's parts (a part holds an accepted path). The load comes
-from one more process on the same machine: quote ratios from one run.
+number of clients, forwards and backwards, so that a busy machine slows them alike; texts of
+all modes must be equal, or there is no result. Per run: output tokens per second of all
+clients, the same over the first mode's (the median of the turns), and percentiles of the
+time to the first token, of the time per output token of each request, and of the gaps
+between a stream's parts (a part holds an accepted path). The load comes from one more
+process on the same machine: quote ratios from one run. What is measured is told on stderr as
+it comes, so that a run that is ended early was not for nothing.
 """
 
 import argparse
@@ -160,6 +162,11 @@ class _Run:
     first: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)  # tokens per second, by turn
+
+    def over(self, first: "_Run") -> float:
+        """The median of this mode's speed over another's, turn by turn."""
+        return statistics.median(a / b for a, b in zip(self.speeds, first.speeds, strict=True))
 
     def row(self, mode: str, clients: int) -> dict[str, Any]:
         return {
@@ -187,11 +194,22 @@ async def _measure(
         ]
         for clients in args.clients:
             runs = {mode: _Run() for mode in modes}
-            for _ in range(args.turns):
-                for mode in modes:
+            for turn in range(args.turns):
+                for mode in modes if turn % 2 == 0 else reversed(modes):
                     await load.turn(runs[mode], mode, clients)
-            rows += [runs[mode].row(mode, clients) for mode in modes]
+            for mode in modes:
+                over = runs[mode].over(runs[modes[0]])
+                rows.append(runs[mode].row(mode, clients) | {f"over_{modes[0]}": over})
+                _tell(rows[-1], over)
     return rows
+
+
+def _tell(row: dict[str, Any], over: float) -> None:
+    print(
+        f"{row['clients']} clients, {row['mode']}: {row['tokens_per_s']:.1f} tokens/s ({over:.2f})",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _modes(names: Sequence[str], budgets: Sequence[int] | None) -> dict[str, dict[str, Any]]:
@@ -246,7 +264,7 @@ class _Load:
 
     async def turn(self, run: _Run, mode: str, clients: int) -> None:
         """Each client sends its requests, one after the other."""
-        started = time.perf_counter()
+        tokens, started = run.tokens, time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
                 for client in range(clients):
@@ -256,7 +274,9 @@ class _Load:
             if isinstance(first, self._error):
                 first = RequestError(f"{self._http.base_url}: {type(first).__name__}: {first}")
             raise first from None
-        run.seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        run.seconds += seconds
+        run.speeds.append((run.tokens - tokens) / seconds)
 
     async def _client(self, run: _Run, mode: str, client: int) -> None:
         for i in range(self._args.requests):

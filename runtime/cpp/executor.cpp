@@ -56,6 +56,7 @@ Executor::Executor(Engine& engine, ExecutorConfig config)
   std::iota(free_slots_.rbegin(), free_slots_.rend(), 0);
   statistics_.total_pages = pages_.num_free();
   statistics_.total_snapshots = pages_.num_snapshots();
+  statistics_.exact_tree_state = capabilities_.tree_state == TreeState::kExact;
   statistics_.prefix_cache = reuses_prefixes();
   publish_statistics();
 }

@@ -65,6 +65,7 @@ struct ExecutorStatistics {
   bool prefix_cache = false;
   int32_t free_pages = 0;        // now; hold nothing
   int32_t cached_pages = 0;      // now; only the prefix cache's, given up when needed
+  bool exact_tree_state = true;  // siblings leave each other's state alone, as the engine says
   int32_t total_snapshots = 0;   // places for snapshots of recurrent state
   int32_t cached_snapshots = 0;  // now; beside cached pages
   int64_t snapshots_saved = 0;

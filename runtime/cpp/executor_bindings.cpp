@@ -104,6 +104,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("prefix_cache", &S::prefix_cache)
       .def_ro("free_pages", &S::free_pages)
       .def_ro("cached_pages", &S::cached_pages)
+      .def_ro("exact_tree_state", &S::exact_tree_state)
       .def_ro("total_snapshots", &S::total_snapshots)
       .def_ro("cached_snapshots", &S::cached_snapshots)
       .def_ro("snapshots_saved", &S::snapshots_saved)

@@ -123,10 +123,11 @@ void Executor::choose_probe(const RoundLoad& load) {
   if (missing > 0) catch_up(*nearest);
 }
 
-// Committed tokens that the drafter's context lacks and no cached page can give back.
+// Committed tokens that the drafter's context lacks and that cached pages cannot be relied on to
+// give back: where state is recurrent, snapshots may all be further on than the context.
 int32_t Executor::missing_tokens(const ActiveRequest& request) const {
   if (request.keeps_drafter) return 0;
-  if (!statistics_.prefix_cache) return request.committed_length;
+  if (!statistics_.prefix_cache || capabilities_.recurrent_state) return request.committed_length;
   const int32_t pages = request.drafter_length / capabilities_.page_size;
   return request.committed_length - pages * capabilities_.page_size;
 }

@@ -212,9 +212,10 @@ void bind_round_record(nb::module_& m) {
       .def_ro("step_requests", &RoundRecord::step_requests);
   pickle(record, &RoundRecord::round, &RoundRecord::request_id, &RoundRecord::prefill,
          &RoundRecord::committed_length, &RoundRecord::token_ids, &RoundRecord::parents,
-         &RoundRecord::accepted, &RoundRecord::emitted_tokens, &RoundRecord::tree_budget,
-         &RoundRecord::queue_seconds, &RoundRecord::draft_seconds, &RoundRecord::step_seconds,
-         &RoundRecord::accept_seconds, &RoundRecord::step_rows, &RoundRecord::step_requests);
+         &RoundRecord::accepted, &RoundRecord::emitted_tokens, &RoundRecord::extends_drafter,
+         &RoundRecord::tree_budget, &RoundRecord::queue_seconds, &RoundRecord::draft_seconds,
+         &RoundRecord::step_seconds, &RoundRecord::accept_seconds, &RoundRecord::step_rows,
+         &RoundRecord::step_requests);
 }
 
 }  // namespace

@@ -66,7 +66,7 @@ void check_speculation(const SpeculativeConfig& config, const Capabilities& capa
   if (capabilities.tree_state == TreeState::kInexact && !executor.allow_unsafe_tree_state) {
     refuse(
         "this engine's recurrent state cannot branch exactly, so draft trees are refused; "
-        "use mode chain, or allow_unsafe_tree_state");
+        "use mode chain, or allow_unsafe_tree_state (serve.py --allow-unsafe-tree-state)");
   }
 }
 
@@ -81,6 +81,9 @@ void check_capabilities(const Capabilities& capabilities) {
   at_least_one("max_seq_len", capabilities.max_seq_len);
   at_least_one("verify_width", capabilities.verify_width);
   at_least_one("vocab_size", capabilities.vocab_size);
+  if (capabilities.state_snapshots < 0) {
+    refuse("the engine declares state_snapshots " + to_string(capabilities.state_snapshots));
+  }
   if (capabilities.kv_layout == KvLayout::kPaged) {
     at_least_one("page_size", capabilities.page_size);
     at_least_one("num_pages", capabilities.num_pages);

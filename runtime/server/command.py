@@ -80,6 +80,7 @@ def _executor_config(engine: EngineDir, options: ServeOptions) -> ExecutorConfig
     config = executor_config(engine, options.threads)
     config.max_queue_size = options.max_queue_size
     config.kv_cache_config = KvCacheConfig(enable_block_reuse=options.prefix_cache)
+    config.allow_unsafe_tree_state = options.allow_unsafe_tree_state
     config.record_rounds = options.trace is not None
     return config
 
@@ -256,6 +257,12 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="keep pages of finished requests for later ones that begin with the same tokens "
         "(default: yes)",
+    )
+    parser.add_argument(
+        "--allow-unsafe-tree-state",
+        action=argparse.BooleanOptionalAction,
+        help="serve draft trees of engines whose recurrent state does not branch exactly; "
+        "responses then say inexact_tree_state (default: no)",
     )
     parser.add_argument(
         "--drain-seconds",

@@ -38,6 +38,7 @@ class ServeOptions:
     max_queue_size: int = 1024
     max_body_mib: int = 4
     prefix_cache: bool = True
+    allow_unsafe_tree_state: bool = False
     drain_seconds: int = 30
     stall_seconds: int = 60
     max_unread_mib: int = 8

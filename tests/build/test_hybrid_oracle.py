@@ -1,6 +1,7 @@
 """The hybrid families against transformers' classes, in float32, and what they refuse."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,15 @@ def test_embeddings_tied_in_one_place_only_are_refused(tmp_path: Path) -> None:
         builder.describe(options)
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
-def test_tensorrt_refuses_recurrent_state_by_name(tmp_path: Path, backend: str) -> None:
+def test_plugin_attention_refuses_recurrent_state_by_name(tmp_path: Path) -> None:
     config = hybrid_config(DENSE)
     tensors = random_hybrid(config, dtype=torch.bfloat16)
     checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
     options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine")
-    with pytest.raises(OptionError, match=r"linear_attn\.conv is conv state, which it does not"):
-        builder.describe(options.with_changes({"backend": backend}))
+    changes = {"backend": "tensorrt", "attention": "plugin", "sm": (120,)}
+    refused = r"attention plugin: .*linear_attn\.conv is conv state, .* pass --attention native"
+    with pytest.raises(OptionError, match=refused):
+        builder.describe(options.with_changes(changes))
 
 
 def test_the_plan_of_a_public_model_and_its_drafter() -> None:
@@ -141,3 +143,37 @@ def test_the_plan_of_a_public_model_and_its_drafter() -> None:
     per_request = 4 * 48 * (48 * 128 * 128 + 3 * 10240)
     assert manifest_of(description)["build_config"]["request_state_bytes"] == per_request
     assert dict(memory_plan(description))["recurrent state, 4 x 149.62 MiB"]
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "mask_token", "slides", "billions"),
+    [
+        ("qwen3.6_27b_nvfp4", "qwen3.6_27b_dflash", 248070, 4, 26.9),
+        ("qwen3.6_35b_a3b_nvfp4", "qwen3.6_35b_a3b_dflash", 248077, 5, 34.7),
+        ("qwen3_next_80b_a3b_nvfp4", None, None, 0, 79.7),
+        *(
+            pytest.param(*public, marks=pytest.mark.full)
+            for public in (
+                ("qwen3.6_35b_a3b_nvfp4", "qwen3.5_35b_a3b_dflash", 248070, 0, 34.7),
+                ("qwen3.5_122b_a10b_nvfp4", "qwen3.5_122b_a10b_dflash", 248077, 5, 122.1),
+                ("qwen3.5_397b_a17b_nvfp4", None, None, 0, 396.3),
+            )
+        ),
+    ],
+)
+def test_public_models_are_as_large_as_their_names_say(
+    target: str, drafter: str | None, mask_token: int | None, slides: int, billions: float
+) -> None:
+    """Parameters of the text part, prediction layer left out."""
+    models = ROOT / "configs" / "models"
+    options = BuildOptions(checkpoint=models / target, drafter=drafter and models / drafter)
+    description = builder.plan(options)
+    weights = [w for w in description.weights.stored.values() if w.owner == "target"]
+    assert sum(math.prod(w.shape) for w in weights) / 1e9 == pytest.approx(billions, rel=1e-2)
+    states = description.networks["target"].states.values()
+    kinds = [state.kind for state in states]
+    assert kinds.count("recurrent") == kinds.count("conv") == 3 * kinds.count("kv")
+    if description.drafter:
+        assert description.drafter.mask_token_id == mask_token
+        assert sum(description.drafter.causal) == slides
+        assert description.block_size == 16

@@ -8,14 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines import DEMO, random_checkpoint, tiny_config, write_target
+from engines import DEMO, ROOT, random_checkpoint, tiny_config, write_target
+from random_glm5 import glm5_config
 from random_moe import glm4_moe_config, random_moe
+from trtree.build import builder
 from trtree.build.checkpoint import CheckpointError, QuantizationConfig
 from trtree.build.checkpoint.write import quantize_state_dict, write_checkpoint
 from trtree.build.inspection import inspect
 from trtree.build.layers import Layers
 from trtree.build.models import FAMILIES, family_of
 from trtree.build.network.network import NetworkError
+from trtree.build.options import BuildOptions
+from trtree.build.plan import kv_bytes_per_token, memory_plan
 from trtree.build.text_files import size_text
 
 SIZES = {
@@ -104,6 +108,31 @@ def test_architectures_that_cannot_be_built_are_described(
     assert f"{name}ForCausalLM: cannot be built" in facts["family"]
     with pytest.raises(NetworkError, match=f"'{name}ForCausalLM' is not supported; supported: "):
         family_of({"architectures": [f"{name}ForCausalLM"]})
+
+
+def test_glm5_counts_indexer_keys_where_there_are_any(tmp_path: Path) -> None:
+    config = glm5_config(num_hidden_layers=3, indexer_types=["full", "shared", "shared"])
+    found = inspect(random_checkpoint(tmp_path / "glm5", config, algorithm="NVFP4"))
+    facts = dict(found.facts)
+    assert found.problems == []
+    assert facts["family"] == "GlmMoeDsaForCausalLM: can be built"
+    assert facts["coverage"].startswith("all ")
+    assert facts["indexers"] == "1 layers choose keys, 2 share"
+    assert facts["KV per token"] == f"{3 * 48 + 32} elements, 0.3 KiB in bf16"
+
+
+@pytest.mark.parametrize("size", ["5", "5.2"])
+def test_glm5_is_planned_from_its_configuration(size: str) -> None:
+    """A token keeps 512 + 64 numbers per layer, and 128 where a layer chooses keys."""
+    options = BuildOptions(checkpoint=ROOT / "configs" / "models" / f"glm_{size}_nvfp4", tp=8)
+    description = builder.plan(options)
+    rows = dict(memory_plan(description))
+    indexers = {"5": 78, "5.2": 21}[size]
+    latents, keys = size_text(4 * 78 * 576), size_text(4 * indexers * 128)
+    assert rows["a token keeps"] == (
+        f"{latents} of latents and {keys} of indexer keys, whole on every rank"
+    )
+    assert kv_bytes_per_token(description) == 4 * (78 * 576 + indexers * 128)
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Qwen3_5"])

@@ -103,6 +103,28 @@ def test_comparisons_give_bool(net: Net, op: str, expected: list[int]) -> None:
     assert result.int().tolist() == expected
 
 
+def test_floor_division(net: Net) -> None:
+    x = net.input("x", trt.int32, (4,))
+    four = net.constant(torch.tensor([4], dtype=torch.int32))
+    layer = net.network.add_elementwise(x, four, trt.ElementWiseOperation.FLOOR_DIV)
+    given = torch.tensor([0, 3, 4, 11], dtype=torch.int32)
+    assert net.run(layer.get_output(0), x=given).tolist() == [0, 0, 1, 2]
+
+
+def test_products_of_many_heads_share_an_operand(net: Net) -> None:
+    """[1, 1, 2, 2] @ [1, 2, 2, 1]: an axis of one goes with every entry of the other's; axes
+    that an unsqueeze adds are counted in its result."""
+    op = trt.MatrixOperation
+    x, y = net.input("x", trt.float32, (2, 2)), net.input("y", trt.float32, (1, 2, 2, 1))
+    axes = net.constant(torch.tensor([0, 1]))
+    both = net.network.add_unsqueeze(x, axes).get_output(0)
+    layer = net.network.add_matrix_multiply(both, op.NONE, y, op.NONE)
+    left = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    right = torch.tensor([[[[1.0], [0.0]], [[0.0], [10.0]]]])
+    got = net.run(layer.get_output(0), x=left, y=right)
+    assert got.tolist() == [[[[1.0], [3.0]], [[20.0], [40.0]]]]
+
+
 @pytest.mark.parametrize(("op", "expected"), [("AND", [1, 0, 0]), ("OR", [1, 1, 0])])
 def test_logic(net: Net, op: str, expected: list[int]) -> None:
     a, b = (net.input(name, trt.bool, (3,)) for name in "ab")
@@ -139,10 +161,14 @@ def test_cast_and_unary_and_activation(net: Net) -> None:
             net.network.add_unary(wide, unary.EXP).get_output(0),
             net.network.add_unary(wide, unary.LOG).get_output(0),
             net.network.add_activation(wide, sigmoid).get_output(0),
+            net.network.add_unary(wide, unary.NEG).get_output(0),
+            net.network.add_unary(
+                net.network.add_unary(wide, unary.NEG).get_output(0), unary.ABS
+            ).get_output(0),
         ],
         x=torch.tensor([4.0], dtype=BF16),
     )
-    expected = [2.0, 54.598150033144236, 1.3862943611198906, 0.9820137900379085]
+    expected = [2.0, 54.598150033144236, 1.3862943611198906, 0.9820137900379085, -4.0, 4.0]
     torch.testing.assert_close(torch.cat(results), torch.tensor(expected), rtol=1e-7, atol=0)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from engines import ROOT, build_demo, random_checkpoint, tiny_config
 from random_glm5 import glm5_config
+from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
 from trtree.build import builder
 from trtree.build.bench.synthetic import write_random
@@ -123,6 +124,35 @@ def test_experts(tmp_path: Path, config: dict[str, Any], algorithm: str | None, 
         assert bool(entry["weight_rewrites"]) == (algorithm == "W4A16_NVFP4")
         assert entry["attention_kernels"]
     assert len(entries(path)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("architecture", "algorithm", "ranks"),
+    [
+        ("Qwen3NextForCausalLM", None, 1),
+        ("Qwen3_5ForCausalLM", "NVFP4", 2),
+        ("Qwen3_5MoeForCausalLM", "NVFP4", 1),
+    ],
+)
+def test_hybrids(tmp_path: Path, architecture: str, algorithm: str | None, ranks: int) -> None:
+    """State is an input of the engine; what rows add to it is its outputs."""
+    checkpoint = random_checkpoint(
+        tmp_path / "checkpoint", hybrid_config(architecture), algorithm=algorithm
+    )
+    options = BuildOptions(
+        checkpoint=checkpoint, output=tmp_path / "engine", backend=RTX, max_seq_len=64, tp=ranks
+    )
+    path = builder.write(builder.describe(options))
+    assert len(entries(path)) == ranks
+    for entry in entries(path).values():
+        assert entry["weight_rewrites"] == []
+        assert entry["attention_kernels"]
+        assert list(entry["branches"].values()) == ["conv", "recurrent"]
+        names = {binding["name"] for binding in entry["inputs"]}
+        assert names > {"conv_inputs", *entry["branches"]}
+        recurrent = list(entry["branches"])[1]
+        kept = {binding["name"] for binding in entry["outputs"] if recurrent in binding["name"]}
+        assert kept == {f"output.{recurrent}.{part}" for part in "kug"}
 
 
 def test_latent_attention(tmp_path: Path) -> None:

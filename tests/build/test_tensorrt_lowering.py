@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines import random_checkpoint, sliding_drafter, tiny_config
+from engines import DEMO_VOCAB, random_checkpoint, sliding_drafter, tiny_config
 from lowered import (
     Batch,
     by_expert,
@@ -32,6 +32,7 @@ from op_checks import check_op, relative
 from random_glm5 import glm5_config
 from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
+from speculators_format import reduced, write_speculators
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.division import Shard
 from trtree.build.lowering.reference import ReferenceNetwork
@@ -142,6 +143,12 @@ class Pairs:
             if case == "demo-sliding":
                 drafter = sliding_drafter(self._directory / "sliding")
                 options = options.with_changes({"drafter": drafter})
+            if case == "demo-reduced":
+                ids = torch.arange(2, DEMO_VOCAB, 3)[:340]
+                path = self._directory / "reduced"
+                if not path.exists():
+                    write_speculators(path, reduced(ids), draft_vocab_size=len(ids))
+                options = options.with_changes({"drafter": path})
             if case == "demo-quantized":
                 options = options.with_changes({"quantize_drafter": "nvfp4"})
             activations = "nvfp4" if case == "demo-nvfp4" else "bf16"
@@ -259,7 +266,7 @@ def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "tree"])
-@pytest.mark.parametrize("case", ["demo-bf16", "demo-sliding", "demo-quantized"])
+@pytest.mark.parametrize("case", ["demo-bf16", "demo-sliding", "demo-quantized", "demo-reduced"])
 def test_every_op_of_the_drafter(pairs: Pairs, case: str, kind: str) -> None:
     pair = pairs(case)
     context = pair["drafter_context"]
@@ -293,6 +300,8 @@ def test_every_op_of_the_drafter(pairs: Pairs, case: str, kind: str) -> None:
         ("bf16-one-kv-head", 1e-3),
         ("moe-qwen3-bf16", 1e-2),
         ("moe-glm-bf16", 1e-2),
+        ("hybrid-next", 1e-2),
+        ("hybrid-3.5-moe", 1e-2),
         ("bf16-window", 1e-3),
         ("glm5-bf16", 2e-2),
         ("glm5-dense", 2e-2),
@@ -371,7 +380,7 @@ def test_int8_weights_are_the_same_numbers(pairs: Pairs) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *("bf16-window", "tied-w4a16", "untied-w4a4", "awq-w4a4", "demo-bf16"),
+        *("bf16-window", "tied-w4a16", "untied-w4a4", "awq-w4a4", "demo-bf16", "demo-reduced"),
         *("moe-qwen3-bf16", "moe-glm-w4a4"),
     ],
 )

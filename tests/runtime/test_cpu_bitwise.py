@@ -129,6 +129,22 @@ def test_a_committed_path_continues_as_if_decoded_plainly(load: Load, page_size:
 
 
 @pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
+def test_watching_changes_nothing(load: Load, activations: str) -> None:
+    """Watched, ops run one by one; otherwise rows go through several of them at once."""
+    engine = load(activations, 16, 2)
+    at = _core.Sequence(1, 0, 20, pages_of(1, 16))
+    prefill(engine, _core.Sequence(1, 0, 0, at.pages), list(range(20)))
+    tree = random_tree(random.Random(3), 16, VOCAB)
+    (expected,) = run_rows(engine, [(at, *tree)])
+    seen: list[str] = []
+    engine.observe(lambda network, op, inputs, outputs: seen.append(op))
+    (watched,) = run_rows(engine, [(at, *tree)])
+    engine.observe(None)
+    assert len(seen) > 80
+    assert watched.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
 def test_every_instruction_set_gives_the_same_bits(load: Load, activations: str) -> None:
     rng = random.Random(1)
     prompt = [rng.randrange(VOCAB) for _ in range(40)]

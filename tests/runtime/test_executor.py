@@ -20,6 +20,8 @@ from trtree.runtime.executor import (
     SpeculativeConfig,
     TreeKind,
 )
+from trtree.runtime.generation import Usage
+from trtree.runtime.server.formats import usage_of
 
 PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
 CHAIN = SpeculativeConfig(DecodingMode.CHAIN)
@@ -316,7 +318,14 @@ def test_trees_on_an_inexact_recurrent_state_need_an_override():
         Executor(engine).enqueue_request(Request([1], speculative=tree(4)))
     Executor(engine).enqueue_request(Request([1], speculative=CHAIN))
     allowing = Executor(engine, ExecutorConfig(allow_unsafe_tree_state=True))
-    allowing.enqueue_request(Request([1], speculative=tree(4)))
+    modes = (tree(4), CHAIN)
+    found = run(allowing, [Request([1], 4, speculative=mode) for mode in modes]).values()
+    said = [last.statistics.inexact_tree_state for _, last in found]
+    assert said == [True, False]
+    assert not allowing.latest_statistics().exact_tree_state
+    assert Executor(ToyEngine()).latest_statistics().exact_tree_state
+    usages = [usage_of([Usage(1, 4, last.statistics)], 1) for _, last in found]
+    assert ["inexact_tree_state" in usage["speculative"] for usage in usages] == said
 
 
 def test_an_engine_error_reaches_the_caller():

@@ -5,11 +5,15 @@ Counts, not times: the costs are made up, and the toy engine refuses to draft fr
 context with a hole.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding import run
+from engines import DEMO_PROMPTS
 from toy_engine import ToyEngine, decode
 from trtree import _core
 from trtree._core.tree_policy import AdaptiveBudget
@@ -26,6 +30,7 @@ from trtree.runtime.executor import (
     SpeculativeConfig,
     TreeKind,
 )
+from trtree.runtime.session import Session
 
 DRAFT = [(1.0, 0.02), (64.0, 1.28)]
 EXTEND = [(1.0, 0.005), (64.0, 0.32)]
@@ -174,52 +179,101 @@ def test_a_request_near_its_end_does_not_run_again() -> None:
     assert since(executor, before)[0] == 0
 
 
-arrivals = st.lists(
+def test_a_context_that_caught_up_is_the_one_that_never_lapsed(
+    demo_engine: Callable[..., Path],
+) -> None:
+    """On the CPU engine: the same trees at the same tokens, and so the same KV, to the bit."""
+    session = Session(demo_engine(), num_threads=1)
+    prompts = [session.tokenizer.encode(text) for text in DEMO_PROMPTS[:2]]
+    fixed = SpeculativeConfig(tree_budget=ADAPTIVE.tree_budget)
+    plain = SpeculativeConfig(DecodingMode.PLAIN)
+
+    def decoded(request: Request) -> tuple[list[int], dict[int, list[int]]]:
+        """By itself: its tokens, and its trees by the tokens before them."""
+        executor = Executor(session.engine, ExecutorConfig(record_rounds=True))
+        ((tokens, _),) = run(executor, [request])
+        records = [record for record in executor.take_rounds() if not record.prefill]
+        return tokens, {record.committed_length: record.token_ids for record in records}
+
+    expected, trees = decoded(Request(prompts[0], 200, speculative=fixed))
+    executor = executor_of(session.engine)
+    first = executor.enqueue_request(Request(prompts[0], 200, speculative=ADAPTIVE))
+    tokens: list[int] = []
+    while len(tokens) < 80:  # it learns
+        tokens += [t for r in executor.await_responses() for t in r.token_ids]
+    others = [Request(prompts[1], 40, speculative=ADAPTIVE) for _ in range(7)]
+    ids = [executor.enqueue_request(request) for request in others]
+    long, *short = outputs(executor, [first, *ids])
+    assert tokens + long == expected == decoded(Request(prompts[0], 200, speculative=plain))[0]
+    assert short == [decoded(Request(prompts[1], 40, speculative=plain))[0]] * 7
+    assert executor.latest_statistics().drafter_catch_ups > 0
+    own = [record for record in executor.take_rounds() if record.request_id == first]
+    rerun = max(i for i, record in enumerate(own) if record.prefill)
+    after = [record for record in own[rerun + 1 :] if record.committed_length in trees]
+    assert sum(len(record.token_ids) - 1 for record in after) > 20
+    for record in after:
+        whole = trees[record.committed_length]
+        assert record.token_ids == whole[: len(record.token_ids)]
+
+
+bursts = st.lists(
     st.tuples(
-        st.integers(0, 30),  # rounds after the one before
+        st.integers(0, 60),  # rounds after the one before
+        st.integers(1, 10),  # requests
         st.lists(st.integers(0, 3), min_size=1, max_size=20),
-        st.integers(1, 60),
+        st.sampled_from([1, 20, 40, 140]),
         st.sampled_from([ADAPTIVE, ADAPTIVE, SpeculativeConfig(DecodingMode.PLAIN)]),
     ),
     min_size=1,
-    max_size=24,
+    max_size=5,
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    arrivals,
+    bursts,
     st.sampled_from([1, 4]),
-    st.sampled_from([26, 60, 400]),
+    st.sampled_from([200, 400, 2000]),
     st.sampled_from(list(CapacitySchedulerPolicy)),
     st.booleans(),
+    st.sampled_from([None, None, 0, 3, 60]),
 )
 def test_no_token_changes_as_loads_come_and_go(
-    specs: list[tuple[int, list[int], int, SpeculativeConfig]],
+    bursts: list[tuple[int, int, list[int], int, SpeculativeConfig]],
     page_size: int,
-    pages: int,
+    pool_tokens: int,
     policy: CapacitySchedulerPolicy,
     reuse: bool,
+    snapshots: int | None,
 ) -> None:
     """Prompts share beginnings, and pools are small: with lapses, catch-ups, pre-emptions and
-    pages with and without the drafter's keys, all at once."""
-    engine = ToyEngine(page_size=page_size, num_pages=pages * 4 // page_size)
+    pages with and without the drafter's keys, all at once; with recurrent state too."""
+    engine = ToyEngine(
+        page_size=page_size, num_pages=pool_tokens // page_size, state_snapshots=snapshots
+    )
     config = ExecutorConfig(
         cost_model=SIX_FREE,
-        kv_cache_config=KvCacheConfig(enable_block_reuse=reuse),
+        kv_cache_config=KvCacheConfig(enable_block_reuse=reuse, snapshot_interval=4),
         scheduler_config=SchedulerConfig(policy),
     )
     executor = Executor(engine, config)
+    run(executor, crowd(1, 100))  # learns
     expected, tokens = {}, dict[int, list[int]]()
-    for wait, prompt, max_tokens, speculative in specs:
-        for _ in range(wait):
-            for response in executor.await_responses():
+
+    def go_on(rounds: float) -> None:
+        while rounds > 0 and (responses := executor.await_responses()):
+            for response in responses:
                 tokens[response.request_id] += response.token_ids
-        request_id = executor.enqueue_request(Request(prompt, max_tokens, speculative=speculative))
-        expected[request_id], tokens[request_id] = decode(prompt, max_tokens, 13), []
-    while responses := executor.await_responses():
-        for response in responses:
-            tokens[response.request_id] += response.token_ids
+            rounds -= 1
+
+    for wait, count, prompt, max_tokens, speculative in bursts:
+        go_on(wait)
+        for index in range(count):
+            own = [*prompt, index]
+            request = Request(own, max_tokens, speculative=speculative)
+            request_id = executor.enqueue_request(request)
+            expected[request_id], tokens[request_id] = decode(own, max_tokens, 13), []
+    go_on(float("inf"))
     assert tokens == expected
     after = executor.latest_statistics()
     assert after.free_pages + after.cached_pages == after.total_pages

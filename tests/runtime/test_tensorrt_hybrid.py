@@ -3,10 +3,13 @@ runs, kept until commit, and moved along the accepted path."""
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from engines import random_checkpoint
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
@@ -18,9 +21,10 @@ from trtree import _core
 from trtree.build import builder
 from trtree.build.lowering.tensorrt import backend
 from trtree.build.options import BuildOptions
-from trtree.runtime.engines import open_engine, tensorrt, tensorrt_states
+from trtree.runtime.engines import open_engine
 from trtree.runtime.engines.reference import ReferenceEngine
 from trtree.runtime.engines.tensorrt import TensorRTEngine
+from trtree.runtime.engines.tensorrt_states import BranchStates, Kept
 
 VOCAB = 80
 FAMILIES = {
@@ -142,15 +146,25 @@ def test_ranks_have_their_heads_states_and_decode_what_one_does(
             assert part.numel() == whole[name].numel() // 2
 
 
-FAULTS = {
-    "sibling instead of parent": (
-        tensorrt,
-        "parents[at, :own] = np.asarray(batch.parents)[rows]",
-        "parents[at, :own] = np.arange(own) - 1",
-    ),
-    "commit of a rejected row": (
-        tensorrt_states,
-        "index = torch.as_tensor(path,",
-        "index = torch.as_tensor(path + 1 - path[:1] // 1 * 1 if len(path) == 1 else path,",
-    ),
-}
+def test_a_wrong_commit_shows(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows in front instead of the path's: a rejected sibling's update is committed."""
+    whole = BranchStates.commit
+
+    def commit(states: BranchStates, slot: int, kept: Kept, path: np.ndarray) -> None:
+        whole(states, slot, kept, np.arange(len(path)))
+
+    monkeypatch.setattr(BranchStates, "commit", commit)
+    assert drive(*wide, rounds=4) > 1e-2
+
+
+def test_layers_of_different_shapes_are_refused(engines: Engines) -> None:
+    spec = engines("3.5")[0]._engines["target"].spec
+    (name,) = (name for name, kind in spec.branches.items() if kind == "recurrent")
+    other = replace(
+        next(b for b in spec.inputs if b.name == name), name="x", dims=("batch", 1, 2, 3)
+    )
+    mixed = replace(
+        spec, inputs=(*spec.inputs, other), branches={**spec.branches, "x": "recurrent"}
+    )
+    with pytest.raises(ValueError, match="recurrent states of different shapes"):
+        BranchStates(mixed, 2, torch.device("cpu"))

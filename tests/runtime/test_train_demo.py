@@ -142,6 +142,8 @@ def test_every_stage(tmp_path: Path) -> None:
         rollouts=4,
         drafter=Shape(layers=1, **shapes),
         drafter_recipe=DrafterRecipe(steps=2, batch=2, anchors=2, workers=1),
+        more_rollouts=2,
+        refinement=DrafterRecipe(steps=1, batch=2, anchors=2, workers=1),
         prompts=2,
         checked=1,
     )

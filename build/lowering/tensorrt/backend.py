@@ -186,6 +186,11 @@ def most_rows(profiles: Sequence[Profile]) -> int:
     return max(profile.sizes[ROWS][2] for profile in profiles)
 
 
+def most_padded_rows(profiles: Sequence[Profile]) -> int:
+    """Of all requests of a run together, padding included."""
+    return max(profile.sizes[BATCH][2] * profile.sizes[ROWS][2] for profile in profiles)
+
+
 def engine_entry(
     network: str, rank: int, lowered: LoweredNetwork, profiles: Sequence[Profile]
 ) -> dict[str, Any]:

@@ -12,7 +12,7 @@ A couples rows of different depths only. T_s, the inverse of I + A cut down to p
 one block of s depths, doubles: T_2s = T_s - T_s A_2s T_s, with A_2s what 2s has and s has not.
 T_1 = I, so n rows need ceil(log2(n)) doublings. The product of (I + A^(2^k)), which takes as
 many, is the same number on paper only: where keys repeat, powers of A grow beyond float32's
-digits in a chunk of 64 rows (tests/build/test_tensorrt_branch.py shows both).
+digits in a chunk of 64 rows (tests/plugins/branch_state/test_branch_tables.py shows both).
 
 The engine reads S0 and windows, never writes them: it returns per row what a commit needs.
 """

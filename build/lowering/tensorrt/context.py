@@ -137,6 +137,10 @@ class Lowering:
         name = self._constant_name(op, part)
         return self.emit.constant(name, self.weights[name])
 
+    def constant_data(self, op: Op, part: str) -> torch.Tensor:
+        """What ``constant`` would hold."""
+        return self.weights[self._constant_name(op, part)]
+
     @staticmethod
     def is_wide(op: Op) -> bool:
         """Whether the result stays in float32."""

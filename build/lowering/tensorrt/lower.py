@@ -187,8 +187,8 @@ def _outputs(low: Lowering) -> list[Binding]:
     for name, kept in low.kept.items():
         kept.name = OUTPUT_PREFIX + name
         low.emit.network.mark_output(kept)
-        state = low.network.states[name.rpartition(".")[0]]
-        bindings.append(_kept(low.division.state(state), kept))
+        whole = low.network.states[name.rpartition(".")[0]]
+        bindings.append(_kept(low.division.state(whole), kept))
     return bindings
 
 

@@ -39,7 +39,11 @@ def workspace(network: Network, sizes: Sizes, encoding: Encoding) -> Workspace:
     profiles = sizes.profiles(network, encoding.shard)
     return Workspace(
         max(
-            _peak(network, profile, encoding) + _attention(network, profile, sizes, encoding)
+            _peak(network, profile, encoding)
+            + max(
+                _attention(network, profile, sizes, encoding),
+                _coupling(network, profile, encoding),
+            )
             for profile in profiles
         ),
         max(_logits(network, profile, encoding) for profile in profiles),
@@ -93,6 +97,14 @@ def _attention(network: Network, profile: Profile, sizes: Sizes, encoding: Encod
     widest = max((state.head_dim for state in network.states.values()), default=0)
     plans = sizes.plans(network, encoding.shard).values()
     return max((4 * p.max_items * p.kv_heads * p.block_m * (widest + 1) for p in plans), default=0)
+
+
+def _coupling(network: Network, profile: Profile, encoding: Encoding) -> int:
+    """The gated delta rule's float32 [B, value heads, W, W]: D, A, its inverse, and products."""
+    values = [op.inputs[2] for op in network.ops if op.kind == "gated_delta_net"]
+    heads = max((int(network.tensors[name].shape[1]) for name in values), default=0)
+    requests, rows = (profile.sizes[size][2] for size in (BATCH, ROWS))
+    return 5 * 4 * requests * rows**2 * heads // encoding.shard.size
 
 
 def _logits(network: Network, profile: Profile, encoding: Encoding) -> int:

@@ -52,6 +52,9 @@ def top_k_log_probs(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     values, ids = _top_k(low, "top", logits, min(k, logits.shape[2]))
     if split:
         values, ids = _among_ranks(low, values, ids, logits.shape[2], k)
+    if op.weights:
+        offsets = emit.constant("constant/id_offsets", low.constant_data(op, "weight").int())
+        ids = emit.binary("mapped", "SUM", ids, emit.gather("offsets", offsets, ids, 0))
     return [emit.binary("log_probs", "SUB", values, log_sum), ids]
 
 

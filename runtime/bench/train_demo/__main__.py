@@ -1,10 +1,10 @@
 """Make the demo pair: ``python -m trtree.runtime.bench.train_demo --work DIR --out DIR``.
 
-Stages, in order: target, export, rollouts, drafter, evaluate. Without one named, all run; each
-finds in --work and --out what the ones before it left. Needs the ``oracle`` extra and dflash
-0.1.0, installed without its dependencies; about half an hour on two free cores. The target's
-training goes on from `WORK/checkpoint.pt` if there is one. Setting MALLOC_MMAP_THRESHOLD_,
-MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ to a gigabyte or so helps.
+Stages, in order: target, export, rollouts, drafter, more_rollouts, refine, evaluate. Without one
+named, all run; each finds in --work and --out what the ones before it left. Needs the ``oracle``
+extra and dflash 0.1.0, installed without its dependencies; about an hour on two free cores. The
+target's training goes on from `WORK/checkpoint.pt` if there is one. Setting
+MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ to a gigabyte or so helps.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class DrafterRecipe:
     decay: float = 0.7
     slot_decay: float = 0.9
     token_share: float = 0.5
+    seed: int = 2
 
 
 @dataclass(frozen=True)
@@ -157,18 +158,27 @@ def rounds_stream(rows: Rows, recipe: DrafterRecipe, seed: int) -> Iterator[Roun
 
 
 def _train(
-    rank: int, target: Target, rows: Rows, recipe: DrafterRecipe, shape: Shape, weights: Path
+    rank: int,
+    target: Target,
+    rows: Rows,
+    recipe: DrafterRecipe,
+    shape: Shape,
+    weights: Path,
+    start: Path | None,
 ) -> None:
     torch.manual_seed(1)
     target.requires_grad_(False)
     drafter = Drafter(shape)
-    start_from(drafter, target)
+    if start is None:
+        start_from(drafter, target)
+    else:
+        drafter.load_state_dict(torch.load(start))
     chosen = optimizers(drafter, recipe.muon_lr, recipe.adam_lr)
     compiled = torch.compile(draft_loss, dynamic=False)
     own = slice(rank, None, recipe.workers)
     rows = Rows(rows.ids[own], rows.answers[own])
     states = read(target, torch.from_numpy(rows.ids.astype(np.int64)))
-    stream = rounds_stream(rows, recipe, seed=2 + rank)
+    stream = rounds_stream(rows, recipe, seed=recipe.seed + rank)
     began = time.monotonic()
     for step in range(recipe.steps):
         set_rate(chosen, schedule(step, recipe.steps, recipe.warmup, recipe.decay))
@@ -187,18 +197,24 @@ def _train(
         if rank == 0 and done % 20 == 0:
             seconds = time.monotonic() - began
             print(f"step {done}: loss {loss.item():.3f}, {seconds:.0f} s", flush=True)
-    if rank == 0:
-        torch.save(drafter.state_dict(), weights)
+        if rank == 0 and (done % 100 == 0 or done == recipe.steps):
+            torch.save(drafter.state_dict(), weights)
 
 
 def train_drafter(
-    target: Target, rows: Rows, recipe: DrafterRecipe, weights: Path, shape: Shape = DRAFTER
+    target: Target,
+    rows: Rows,
+    recipe: DrafterRecipe,
+    weights: Path,
+    shape: Shape = DRAFTER,
+    start: Path | None = None,
 ) -> Drafter:
-    """Train a drafter that starts as the target's last layers; the target stays as it is.
+    """Train a drafter that starts as the target's last layers, or with the weights in `start`.
 
-    Every worker learns from rows of its own. The weights are also written to `weights`.
+    The target stays as it is; every worker learns from rows of its own. The weights are also
+    written to `weights`.
     """
-    run_workers(_train, recipe.workers, target, rows, recipe, shape, weights)
+    run_workers(_train, recipe.workers, target, rows, recipe, shape, weights, start)
     drafter = Drafter(shape)
     drafter.load_state_dict(torch.load(weights))
     return drafter

@@ -24,6 +24,10 @@ from .target import TargetRecipe, batches, held_out_loss, row_batch, train_targe
 from .text import FAMILIES, Conversation
 from .trace import Tracer
 
+REFINEMENT = DrafterRecipe(
+    steps=600, batch=8, workers=1, muon_lr=0.01, adam_lr=1.5e-3, decay=1.0, seed=20
+)
+ROLLOUTS, MORE_ROLLOUTS = "rollouts.npz", "more_rollouts.npz"
 SAMPLES = ("order", "story", "sort", "letter", "class", "route")
 
 
@@ -32,7 +36,8 @@ class Plan:
     """How much of everything; the defaults made the committed pair.
 
     training, held_out: conversations; `digest` is their SHA-256. tokenizer_texts: how many of
-    the first the tokenizer learns from. rollouts: chats, of which `sampled_share` are sampled.
+    the first the tokenizer learns from. rollouts: chats, of which `sampled_share` are sampled;
+    more_rollouts: as many again that only the drafter's refinement reads, with the first ones.
     prompts: held-out questions of each seed's figures.
     """
 
@@ -46,6 +51,9 @@ class Plan:
     sampled_share: float = 0.3
     drafter: Shape = DRAFTER
     drafter_recipe: DrafterRecipe = field(default_factory=DrafterRecipe)
+    more_rollouts: int = 2400
+    more_sampled_share: float = 0.6
+    refinement: DrafterRecipe = REFINEMENT
     prompts: int = 70
     checked: int = 8
 
@@ -113,22 +121,43 @@ def make_export(plan: Plan, text: Corpus, folders: Folders) -> None:
     export_target(target, text.tokenizer, calibration, folders.target)
 
 
-def make_all_rollouts(plan: Plan, text: Corpus, folders: Folders) -> None:
+def write_rollouts(
+    text: Corpus, folders: Folders, file: str, count: int, sampled_share: float, seed: int
+) -> None:
     newline = text.tokenizer.token_to_id("Ċ")
     with tempfile.TemporaryDirectory() as engine:
         tracer = Tracer(folders.target, None, Path(engine) / "engine")
-        rows = make_rollouts(
-            tracer, text.training, newline, plan.rollouts, plan.sampled_share, seed=11
-        )
-    np.savez(folders.work / "rollouts.npz", ids=rows.ids, answers=rows.answers)
+        rows = make_rollouts(tracer, text.training, newline, count, sampled_share, seed)
+    np.savez(folders.work / file, ids=rows.ids, answers=rows.answers)
+
+
+def read_rollouts(folders: Folders, *files: str) -> data.Rows:
+    found = [np.load(folders.work / file) for file in files]
+    return data.Rows(*(np.concatenate([f[part] for f in found]) for part in ("ids", "answers")))
+
+
+def make_all_rollouts(plan: Plan, text: Corpus, folders: Folders) -> None:
+    write_rollouts(text, folders, ROLLOUTS, plan.rollouts, plan.sampled_share, seed=11)
+
+
+def make_more_rollouts(plan: Plan, text: Corpus, folders: Folders) -> None:
+    count, share = plan.more_rollouts, plan.more_sampled_share
+    write_rollouts(text, folders, MORE_ROLLOUTS, count, share, seed=12)
 
 
 def make_drafter(plan: Plan, _: Corpus, folders: Folders) -> None:
     target = load_target(folders.target, plan.target, Precision.W4A4)
-    found = np.load(folders.work / "rollouts.npz")
-    rows = data.Rows(found["ids"], found["answers"])
+    rows = read_rollouts(folders, ROLLOUTS)
     weights = folders.work / "drafter.pt"
     drafter = train_drafter(target, rows, plan.drafter_recipe, weights, plan.drafter)
+    export_drafter(drafter, plan.target, folders.drafter)
+
+
+def refine_drafter(plan: Plan, _: Corpus, folders: Folders) -> None:
+    target = load_target(folders.target, plan.target, Precision.W4A4)
+    rows = read_rollouts(folders, ROLLOUTS, MORE_ROLLOUTS)
+    start, weights = folders.work / "drafter.pt", folders.work / "refined.pt"
+    drafter = train_drafter(target, rows, plan.refinement, weights, plan.drafter, start)
     export_drafter(drafter, plan.target, folders.drafter)
 
 
@@ -189,6 +218,8 @@ STAGES = {
     "export": make_export,
     "rollouts": make_all_rollouts,
     "drafter": make_drafter,
+    "more_rollouts": make_more_rollouts,
+    "refine": refine_drafter,
     "evaluate": make_figures,
 }
 

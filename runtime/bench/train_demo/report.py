@@ -61,8 +61,8 @@ line. Text, scripts and weights are {licence}.
 `python -m trtree.runtime.bench.train_demo --out DIR` (needs the `oracle` extra) makes the pair from
 nothing: float training, then W4A4-aware training (weights and activations rounded in the forward
 pass), export by nvidia-modelopt as `NVFP4`, and a drafter trained on chats whose answers the
-exported target wrote itself on this project's CPU engine. Seeds are fixed; floating-point sums
-still depend on the machine.
+exported target wrote itself on this project's CPU engine: first a few, most of them greedy, then
+more, most of them sampled. Seeds are fixed; floating-point sums still depend on the machine.
 
 ## Figures
 Tokens per target pass (accepted drafts + 1), mean ± standard deviation over {seeds} seeds of

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "plugins/ddtree/ddtree.hpp"
 
@@ -111,7 +112,8 @@ NetworkRunner::NetworkRunner(const Plan& plan, const PlanNetwork& network,
       isa_(isa),
       ranks_(collectives),
       buffers_(network.buffers.size()),
-      angles_(plan.ropes.size()) {}
+      angles_(plan.ropes.size()),
+      stages_(make_stages(network, plan.weights)) {}
 
 void NetworkRunner::prepare(int64_t num_rows, int64_t num_outputs) {
   num_rows_ = num_rows;
@@ -134,17 +136,87 @@ Matrix NetworkRunner::tensor(int32_t index) const {
 
 void NetworkRunner::run(const StepRows& rows, int32_t top_k, const Observer& observer) {
   for (auto& angles : angles_) angles.clear();
-  for (const PlanOp& op : network_.ops) {
-    run_op(op, rows, top_k);
-    if (observer) observer(op);
+  prepared_ = false;
+  for (const Stage& stage : stages_) {
+    if (stage.by_rows && !observer) {
+      run_stage(stage, rows);
+      continue;
+    }
+    for (int32_t i = stage.first; i < stage.end(); ++i) {
+      const PlanOp& op = network_.ops[i];
+      run_op(op, rows, top_k);
+      if (observer) observer(op);
+    }
+  }
+}
+
+void NetworkRunner::run_stage(const Stage& stage, const StepRows& rows) {
+  const std::span ops(network_.ops);
+  const auto these = ops.subspan(stage.first, stage.count);
+  for (const PlanOp& op : these) make_angles(op, rows);
+  Matrix x;
+  if (stage.prepares) {
+    const PlanOp& linear = ops[stage.end()];
+    x = tensor(linear.inputs[0]);
+    prepare_input(linear, x);
+  }
+  constexpr int64_t kTaskFloats = 2048;  // worth another thread
+  const int64_t count = stage.per_output ? num_outputs_ : num_rows_;
+  const int64_t grain = std::max<int64_t>(1, kTaskFloats / std::max<int64_t>(1, stage.width));
+  parallel_.parallel_for(count, grain, [&](int64_t begin, int64_t end) {
+    for (const PlanOp& op : these) run_rows(op, rows, begin, end);
+    if (stage.prepares) nvfp4_input_.set_rows(x.data, x.stride, begin, end, isa_);
+  });
+  prepared_ = stage.prepares;
+}
+
+// The rows [begin, end) of an op that is_row_local.
+void NetworkRunner::run_rows(const PlanOp& op, const StepRows& rows, int64_t begin, int64_t end) {
+  const auto part = [&](int32_t index) { return tensor(index).slice(begin, end); };
+  switch (op.kind) {
+    case OpKind::kAdd:
+      return add(part(op.inputs[0]), part(op.inputs[1]), part(op.outputs[0]));
+    case OpKind::kConcat: {
+      std::vector<Matrix> parts;
+      for (const int32_t input : op.inputs) parts.push_back(part(input));
+      return concat(parts, op.heads, part(op.outputs[0]));
+    }
+    case OpKind::kKvAppend: {
+      const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
+      return attention::append(caches_.kv[op.state], rows.segments, {k.data, k.stride},
+                               {v.data, v.stride}, begin, end);
+    }
+    case OpKind::kLayerNorm:
+      return layer_norm(part(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
+                        part(op.outputs[0]));
+    case OpKind::kRmsNorm:
+      return rms_norm(part(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
+                      part(op.outputs[0]));
+    case OpKind::kRotaryEmbedding: {
+      const PlanRope& rope = plan_.ropes[op.rope];
+      const double* const angles = angles_[op.rope].data() + begin * 2 * rope.inv_freq.size();
+      return rotary_embedding(part(op.inputs[0]), angles, rope, op.heads, part(op.outputs[0]));
+    }
+    case OpKind::kScale:
+      return scale(part(op.inputs[0]), weights_.vector(op.weight), part(op.outputs[0]));
+    case OpKind::kSigmoidMul:
+      return sigmoid_mul(part(op.inputs[0]), part(op.inputs[1]), part(op.outputs[0]));
+    case OpKind::kSiluMul:
+      return silu_mul(part(op.inputs[0]), part(op.inputs[1]), part(op.outputs[0]), isa_);
+    default: {  // kSplitHeads
+      std::vector<Matrix> parts;
+      for (const int32_t output : op.outputs) parts.push_back(part(output));
+      return split_heads(part(op.inputs[0]), op.heads, parts);
+    }
   }
 }
 
 void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k) {
+  if (is_row_local(op.kind)) {
+    make_angles(op, rows);
+    return run_rows(op, rows, 0, tensor(op.inputs[0]).rows);
+  }
   switch (op.kind) {
-    case OpKind::kAdd:
-      add(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_);
-      break;
     case OpKind::kAllGather:
       ranks_.gather_columns(tensor(op.inputs[0]), op.rank_columns, tensor(op.outputs[0]));
       break;
@@ -155,9 +227,6 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kCausalConv:
       branches_.causal_conv(op.state, weights_.taps(op.weight), tensor(op.inputs[0]),
                             tensor(op.outputs[0]), parallel_, isa_);
-      break;
-    case OpKind::kConcat:
-      concat(op);
       break;
     case OpKind::kEmbedding:
       embedding(op, rows);
@@ -174,12 +243,6 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kGatherRows:
       gather_rows(op, rows);
       break;
-    case OpKind::kKvAppend: {
-      const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
-      attention::append(caches_.kv[op.state], rows.segments, {k.data, k.stride},
-                        {v.data, v.stride});
-      break;
-    }
     case OpKind::kHeadKeys:
       head_linear(op, weights_.head_keys(op.weight));
       break;
@@ -197,43 +260,19 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kLatentAttention:
       latent_attention(op, rows);
       break;
-    case OpKind::kLayerNorm:
-      layer_norm(tensor(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
-                 tensor(op.outputs[0]), parallel_);
-      break;
     case OpKind::kLinear:
       linear(op);
       break;
-    case OpKind::kRmsNorm:
-      rms_norm(tensor(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,
-               tensor(op.outputs[0]), parallel_);
-      break;
-    case OpKind::kRotaryEmbedding:
-      rotate(op, rows);
-      break;
     case OpKind::kRoute:
       route(op);
-      break;
-    case OpKind::kScale:
-      scale(tensor(op.inputs[0]), weights_.vector(op.weight), tensor(op.outputs[0]), parallel_);
-      break;
-    case OpKind::kSigmoidMul:
-      sigmoid_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_);
-      break;
-    case OpKind::kSplitHeads: {
-      std::vector<Matrix> parts;
-      for (const int32_t part : op.outputs) parts.push_back(tensor(part));
-      split_heads(tensor(op.inputs[0]), op.heads, parts);
-      break;
-    }
-    case OpKind::kSiluMul:
-      silu_mul(tensor(op.inputs[0]), tensor(op.inputs[1]), tensor(op.outputs[0]), parallel_, isa_);
       break;
     case OpKind::kTopKLogProbs:
       top_k_log_probs(op, top_k);
       break;
     case OpKind::kTreeAttention:
       tree_attention(op, rows);
+      break;
+    default:  // row-local
       break;
   }
 }
@@ -253,16 +292,21 @@ void NetworkRunner::linear(const PlanOp& op) {
     if (op.row_parallel) ranks_.add_segments(1.0f, packed.bias, y, parallel_);
     return;
   }
-  if (weight.input_scale > 0) {
-    nvfp4_input_.quantize(x.data, x.rows, x.width, x.stride, weight.input_scale, parallel_, isa_);
-  } else {
-    nvfp4_input_.round_to_bf16(x.data, x.rows, x.width, x.stride, parallel_, isa_);
+  if (!std::exchange(prepared_, false)) {
+    prepare_input(op, x);
+    nvfp4_input_.set_all(x.data, x.stride, parallel_, isa_);
   }
   const nvfp4::Weight& packed = weights_.nvfp4(op.weight);
   nvfp4::linear(packed, nvfp4_input_, output, parallel_, isa_);
   if (!op.row_parallel) return;
   const float scale = nvfp4::output_scale(packed.global_scale, nvfp4_input_.input_scale());
   ranks_.add_segments(scale, packed.bias, y, parallel_);
+}
+
+// Makes room for the rows x of an NVFP4 linear's input.
+void NetworkRunner::prepare_input(const PlanOp& op, const Matrix& x) {
+  const float scale = plan_.weights[op.weight].input_scale;
+  nvfp4_input_.prepare(x.rows, x.width, scale > 0 ? std::optional(scale) : std::nullopt);
 }
 
 void NetworkRunner::route(const PlanOp& op) {
@@ -378,31 +422,13 @@ void NetworkRunner::gated_delta_net(const PlanOp& op) {
   branches_.gated_delta_net(op.state, op.heads, operands, tensor(op.outputs[0]), parallel_);
 }
 
-void NetworkRunner::rotate(const PlanOp& op, const StepRows& rows) {
+void NetworkRunner::make_angles(const PlanOp& op, const StepRows& rows) {
+  if (op.kind != OpKind::kRotaryEmbedding) return;
   const PlanRope& rope = plan_.ropes[op.rope];
   std::vector<double>& angles = angles_[op.rope];
-  if (angles.empty()) {  // the same for every layer of the step
-    angles.resize(2 * rope.inv_freq.size() * num_rows_);
-    rotary_angles(rows.positions, rope, angles.data());
-  }
-  rotary_embedding(tensor(op.inputs[0]), angles.data(), rope, op.heads, tensor(op.outputs[0]),
-                   parallel_);
-}
-
-void NetworkRunner::concat(const PlanOp& op) {
-  const Matrix y = tensor(op.outputs[0]);
-  const int64_t heads = op.heads, width = y.width / heads;  // of each head
-  int64_t column = 0;
-  for (const int32_t input : op.inputs) {
-    const Matrix x = tensor(input);
-    const int64_t part = x.width / heads;
-    for (int64_t r = 0; r < y.rows; ++r) {
-      for (int64_t h = 0; h < heads; ++h) {
-        std::copy_n(x.row(r) + h * part, part, y.row(r) + h * width + column);
-      }
-    }
-    column += part;
-  }
+  if (!angles.empty()) return;  // the same for every layer of the step
+  angles.resize(2 * rope.inv_freq.size() * num_rows_);
+  rotary_angles(rows.positions, rope, angles.data());
 }
 
 void NetworkRunner::gather_rows(const PlanOp& op, const StepRows& rows) {
@@ -420,6 +446,9 @@ void NetworkRunner::top_k_log_probs(const PlanOp& op, int32_t top_k) {
   ddtree::top_k_log_probs({logits.data, static_cast<size_t>(logits.rows * logits.width)},
                           static_cast<int32_t>(logits.rows), static_cast<int32_t>(logits.width),
                           top_k, parallel_.num_threads(), outputs_.log_probs, outputs_.token_ids);
+  if (op.weight < 0) return;
+  const float* const offsets = weights_.vector(op.weight);
+  for (int32_t& id : outputs_.token_ids) id += static_cast<int32_t>(offsets[id]);
 }
 
 }  // namespace trtree::cpu

@@ -22,6 +22,7 @@
 #include "runtime/cpp/cpu/plan.hpp"
 #include "runtime/cpp/cpu/rank_ops.hpp"
 #include "runtime/cpp/cpu/row_ops.hpp"
+#include "runtime/cpp/cpu/row_stages.hpp"
 
 namespace trtree::cpu {
 
@@ -105,18 +106,20 @@ class NetworkRunner {
 
  private:
   void run_op(const PlanOp& op, const StepRows& rows, int32_t top_k);
+  void run_stage(const Stage& stage, const StepRows& rows);
+  void run_rows(const PlanOp& op, const StepRows& rows, int64_t begin, int64_t end);
   void linear(const PlanOp& op);
+  void prepare_input(const PlanOp& op, const Matrix& x);
   void route(const PlanOp& op);
   void experts_up(const PlanOp& op);
   void experts_down(const PlanOp& op);
   void embedding(const PlanOp& op, const StepRows& rows);
   void tree_attention(const PlanOp& op, const StepRows& rows);
+  void make_angles(const PlanOp& op, const StepRows& rows);
   void head_linear(const PlanOp& op, const std::vector<dense::Weight>& matrices);
   void index_select(const PlanOp& op, const StepRows& rows);
   void latent_attention(const PlanOp& op, const StepRows& rows);
-  void rotate(const PlanOp& op, const StepRows& rows);
   void gated_delta_net(const PlanOp& op);
-  void concat(const PlanOp& op);
   void gather_rows(const PlanOp& op, const StepRows& rows);
   void top_k_log_probs(const PlanOp& op, int32_t top_k);
 
@@ -133,7 +136,9 @@ class NetworkRunner {
   int64_t num_outputs_ = 0;
   std::vector<std::vector<float>> buffers_;
   std::vector<std::vector<double>> angles_;  // by rope, of this step; empty: not made yet
+  const std::vector<Stage> stages_;
   nvfp4::Input nvfp4_input_;
+  bool prepared_ = false;  // nvfp4_input_ holds the rows of the next linear already
   dense::Input dense_input_;
   moe::ExpertRows expert_rows_;
   std::vector<int32_t> selection_;  // as an op reads or writes it

@@ -106,6 +106,15 @@ void check_route(const Plan& plan, const PlanOp& op, const std::string& where, i
           "a bias of " + to_string(bias.out_features));
 }
 
+// Of a part of the vocabulary: what is added to its ids, where there is such a vector.
+void check_id_offsets(const Plan& plan, const PlanOp& op, const std::string& where, int64_t width) {
+  if (op.weight == -1) return;
+  check_index(op.weight, plan.weights, where, "weight");
+  const PlanWeight& offsets = plan.weights[op.weight];
+  require(offsets.kind == WeightKind::kVector && offsets.out_features == width, where,
+          "offsets of " + to_string(offsets.out_features) + " ids for " + to_string(width));
+}
+
 // inputs: x or h, and the weights of each expert.
 void check_experts(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
                    const std::string& where) {
@@ -309,6 +318,9 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
       break;
     case OpKind::kRoute:
       check_route(plan, op, where, in);
+      break;
+    case OpKind::kTopKLogProbs:
+      check_id_offsets(plan, op, where, in);
       break;
     case OpKind::kKvAppend:
       require(total == 2 * in, where, "keys and values differ in width");

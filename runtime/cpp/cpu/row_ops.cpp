@@ -13,8 +13,6 @@ namespace trtree::cpu {
 namespace {
 
 constexpr int kPartialSums = 8;
-// Rows per task, so that a task is worth waking a thread for.
-int64_t row_grain(int64_t width) { return std::max<int64_t>(1, 65536 / width); }
 
 TRTREE_CLONES void norm_part(const float* x, const float* weight, int64_t n, double eps, float* y) {
   double partial[kPartialSums] = {};
@@ -84,28 +82,23 @@ TRTREE_CLONES int32_t argmax_row(const float* x, int64_t n) {
 
 }  // namespace
 
-void rms_norm(const Matrix& x, const float* weight, int64_t heads, double eps, const Matrix& y,
-              Parallel& parallel) {
+void rms_norm(const Matrix& x, const float* weight, int64_t heads, double eps, const Matrix& y) {
   const int64_t n = x.width / heads;
-  parallel.parallel_for(x.rows, row_grain(x.width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      for (int64_t h = 0; h < heads; ++h) {
-        norm_part(x.row(r) + h * n, weight, n, eps, y.row(r) + h * n);
-      }
+  for (int64_t r = 0; r < y.rows; ++r) {
+    for (int64_t h = 0; h < heads; ++h) {
+      norm_part(x.row(r) + h * n, weight, n, eps, y.row(r) + h * n);
     }
-  });
+  }
 }
 
 void layer_norm(const Matrix& x, const float* parameters, int64_t heads, double eps,
-                const Matrix& y, Parallel& parallel) {
+                const Matrix& y) {
   const int64_t n = x.width / heads;
-  parallel.parallel_for(x.rows, row_grain(x.width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      for (int64_t h = 0; h < heads; ++h) {
-        layer_norm_part(x.row(r) + h * n, parameters, n, eps, y.row(r) + h * n);
-      }
+  for (int64_t r = 0; r < y.rows; ++r) {
+    for (int64_t h = 0; h < heads; ++h) {
+      layer_norm_part(x.row(r) + h * n, parameters, n, eps, y.row(r) + h * n);
     }
-  });
+  }
 }
 
 void rotary_angles(std::span<const int32_t> positions, const PlanRope& rope, double* angles) {
@@ -121,48 +114,42 @@ void rotary_angles(std::span<const int32_t> positions, const PlanRope& rope, dou
 }
 
 void rotary_embedding(const Matrix& x, const double* angles, const PlanRope& rope, int64_t heads,
-                      const Matrix& y, Parallel& parallel) {
+                      const Matrix& y) {
   const auto n = static_cast<int64_t>(rope.inv_freq.size());
   const int64_t head_dim = x.width / heads;
   // Element i of a pair list stands at i * step, its partner `apart` behind it.
   const int64_t step = rope.interleaved ? 2 : 1;
   const int64_t apart = rope.interleaved ? 1 : n;
-  parallel.parallel_for(x.rows, row_grain(x.width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const double* const cosines = angles + r * 2 * n;
-      const double* const sines = cosines + n;
-      for (int64_t h = 0; h < heads; ++h) {
-        const float* const from = x.row(r) + h * head_dim;
-        float* const to = y.row(r) + h * head_dim;
-        for (int64_t i = 0; i < n; ++i) {
-          const double a = from[i * step], b = from[i * step + apart];
-          to[i * step] = static_cast<float>(a * cosines[i] - b * sines[i]);
-          to[i * step + apart] = static_cast<float>(b * cosines[i] + a * sines[i]);
-        }
-        for (int64_t i = 2 * n; i < head_dim; ++i) to[i] = from[i];
+  for (int64_t r = 0; r < y.rows; ++r) {
+    const double* const cosines = angles + r * 2 * n;
+    const double* const sines = cosines + n;
+    for (int64_t h = 0; h < heads; ++h) {
+      const float* const from = x.row(r) + h * head_dim;
+      float* const to = y.row(r) + h * head_dim;
+      for (int64_t i = 0; i < n; ++i) {
+        const double a = from[i * step], b = from[i * step + apart];
+        to[i * step] = static_cast<float>(a * cosines[i] - b * sines[i]);
+        to[i * step + apart] = static_cast<float>(b * cosines[i] + a * sines[i]);
       }
+      for (int64_t i = 2 * n; i < head_dim; ++i) to[i] = from[i];
     }
-  });
+  }
 }
 
-void silu_mul(const Matrix& gate, const Matrix& up, const Matrix& y, Parallel& parallel, Isa isa) {
+void silu_mul(const Matrix& gate, const Matrix& up, const Matrix& y, Isa isa) {
   const trtree::silu_mul::RowKernel kernel = trtree::silu_mul::row_kernel(isa);
-  parallel.parallel_for(y.rows, row_grain(y.width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) kernel(gate.row(r), up.row(r), y.width, y.row(r));
-  });
+  for (int64_t r = 0; r < y.rows; ++r) kernel(gate.row(r), up.row(r), y.width, y.row(r));
 }
 
-void sigmoid_mul(const Matrix& x, const Matrix& gate, const Matrix& y, Parallel& parallel) {
+void sigmoid_mul(const Matrix& x, const Matrix& gate, const Matrix& y) {
   const int64_t step = gate.width == 1 ? 0 : 1;
-  parallel.parallel_for(y.rows, row_grain(y.width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const float *const from = x.row(r), *const gates = gate.row(r);
-      float* const to = y.row(r);
-      for (int64_t i = 0; i < y.width; ++i) {
-        to[i] = static_cast<float>(from[i] / (1.0 + std::exp(-double{gates[i * step]})));
-      }
+  for (int64_t r = 0; r < y.rows; ++r) {
+    const float *const from = x.row(r), *const gates = gate.row(r);
+    float* const to = y.row(r);
+    for (int64_t i = 0; i < y.width; ++i) {
+      to[i] = static_cast<float>(from[i] / (1.0 + std::exp(-double{gates[i * step]})));
     }
-  });
+  }
 }
 
 void split_heads(const Matrix& x, int64_t heads, std::span<const Matrix> parts) {
@@ -178,16 +165,24 @@ void split_heads(const Matrix& x, int64_t heads, std::span<const Matrix> parts) 
   }
 }
 
-void scale(const Matrix& x, const float* weight, const Matrix& y, Parallel& parallel) {
-  parallel.parallel_for(y.rows, row_grain(y.width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) scale_row(x.row(r), weight, y.width, y.row(r));
-  });
+void concat(std::span<const Matrix> parts, int64_t heads, const Matrix& y) {
+  for (int64_t r = 0; r < y.rows; ++r) {
+    float* to = y.row(r);
+    for (int64_t h = 0; h < heads; ++h) {
+      for (const Matrix& part : parts) {
+        const int64_t n = part.width / heads;
+        to = std::copy_n(part.row(r) + h * n, n, to);
+      }
+    }
+  }
 }
 
-void add(const Matrix& a, const Matrix& b, const Matrix& y, Parallel& parallel) {
-  parallel.parallel_for(y.rows, row_grain(y.width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) add_row(a.row(r), b.row(r), y.width, y.row(r));
-  });
+void scale(const Matrix& x, const float* weight, const Matrix& y) {
+  for (int64_t r = 0; r < y.rows; ++r) scale_row(x.row(r), weight, y.width, y.row(r));
+}
+
+void add(const Matrix& a, const Matrix& b, const Matrix& y) {
+  for (int64_t r = 0; r < y.rows; ++r) add_row(a.row(r), b.row(r), y.width, y.row(r));
 }
 
 void argmax(const Matrix& logits, const std::string& op, int32_t* result, Parallel& parallel) {

@@ -2,47 +2,29 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engines import DEMO_PROMPTS, DEMO_VOCAB
+from speculators_format import DRAFTER_FIELDS, Json, reduced, restate, write_speculators
+from steps import prefill
+from trtree import _core
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint, CheckpointError, read_drafter
 from trtree.build.checkpoint.dflash_config import parse
 from trtree.build.checkpoint.speculators import QWEN3_DEFAULTS
+from trtree.build.engine_dir import EngineDir
 from trtree.build.options import read_options
+from trtree.runtime.engines import load_engine
+from trtree.runtime.executor import Request
 from trtree.runtime.session import Session
 
-Json = dict[str, Any]
 WHERE = Path("drafter/config.json")
 ROOT = Path(__file__).parents[3]
-DRAFTER_FIELDS = ("architectures", "block_size", "dflash_config", "num_target_layers")
-
-
-def restate(fields: Json, **changes: Any) -> Json:
-    """A z-lab config.json as speculators writes it, its defaults included."""
-    layers = {key: value for key, value in fields.items() if key not in DRAFTER_FIELDS}
-    dflash = fields["dflash_config"]
-    return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
-        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "demo"}},
-        "transformer_layer_config": layers,
-        "draft_vocab_size": layers["vocab_size"],
-        "block_size": fields["block_size"],
-        "mask_token_id": dflash["mask_token_id"],
-        "aux_hidden_state_layer_ids": [i + 1 for i in dflash["target_layer_ids"]],
-        "sliding_window_non_causal": False,
-        "projector_type": "dflash",
-        "gru_hidden_dim": 1024,
-        "emb_dim": 256,
-        "shift_label": False,
-        "sample_from_anchor": False,
-    } | changes
 
 
 @pytest.fixture
@@ -52,18 +34,8 @@ def fields(demo: Path) -> Json:
 
 
 @pytest.fixture
-def write(demo: Path, fields: Json, tmp_path: Path) -> Callable[..., Path]:
-    """The demo drafter in this format, with tensors added."""
-
-    def write(extra: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
-        path = tmp_path / "speculators"
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps(restate(fields, **changes)))
-        tensors = load_file(demo / "drafter" / "model.safetensors")
-        save_file(tensors | (extra or {}), path / "model.safetensors")
-        return path
-
-    return write
+def write(tmp_path: Path) -> Callable[..., Path]:
+    return partial(write_speculators, tmp_path / "speculators")
 
 
 def test_both_formats_describe_one_drafter(fields: Json) -> None:
@@ -111,7 +83,7 @@ def test_sliding_layers(fields: Json, non_causal: bool, causal: tuple[bool, ...]
         ({"speculators_model_type": "eagle3"}, "of type 'eagle3' are not supported yet"),
         ({"speculators_model_type": "dspark"}, "of type 'dspark' are not supported yet"),
         ({"projector_type": "domino"}, "of type 'domino' are not supported yet"),
-        ({"draft_vocab_size": 1000}, f"size 1000 .* vocab_size {DEMO_VOCAB}: a reduced draft"),
+        ({"draft_vocab_size": DEMO_VOCAB + 1}, f"is not between 1 and .* vocab_size {DEMO_VOCAB}"),
         ({"target_hidden_size": 512}, "target_hidden_size 512 is not the drafter's hidden_size"),
         ({"sample_from_anchor": True}, "sample_from_anchor True is not supported yet"),
         ({"shift_label": True}, "shift_label True is not supported yet"),
@@ -143,8 +115,6 @@ def test_the_layer_trained_against_is_dropped(write: Callable[..., Path]) -> Non
 def test_it_drafts_what_z_labs_format_drafts(
     write: Callable[..., Path], demo: Path, tmp_path: Path, demo_session: Callable[..., Session]
 ) -> None:
-    from trtree.runtime.executor import Request
-
     embedding = Checkpoint.open(demo / "target_nvfp4").tensor("model.embed_tokens.weight").clone()
     path = write(
         {
@@ -171,6 +141,92 @@ def test_it_drafts_what_z_labs_format_drafts(
     assert done[0].token_ids == done[1].token_ids
     lengths = [d.statistics.acceptance_length for d in done]
     assert lengths[0] == lengths[1] > 1.5
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_reduced_vocabulary_drafts_the_targets_ids(
+    write: Callable[..., Path], demo: Path, tmp_path: Path, backend: str
+) -> None:
+    """Of every third token, with the target's own rows of the head: the drafts are those of
+    the whole vocabulary without the others, renormalized."""
+    ids = torch.arange(2, DEMO_VOCAB, 3)
+    path = write(reduced(ids), draft_vocab_size=len(ids))
+    drafts = []
+    for drafter in (path, demo / "drafter"):
+        options = read_options(ROOT / "configs" / "demo.yaml").with_changes(
+            {"drafter": drafter, "backend": backend, "output": tmp_path / f"{drafter.name}-engine"}
+        )
+        drafts.append(draft_after(EngineDir.open(builder.write(builder.describe(options))), 64))
+    ours, every = drafts
+    assert ours.token_ids.shape == every.token_ids.shape
+    for row in range(every.token_ids.shape[1]):
+        kept = np.isin(every.token_ids[0, row], ids.numpy())
+        count = int(kept.sum())
+        assert count > 3
+        assert np.array_equal(ours.token_ids[0, row, :count], every.token_ids[0, row][kept])
+        shift = ours.log_probs[0, row, :count] - every.log_probs[0, row][kept]
+        assert np.allclose(shift, shift[0], atol=1e-5) and shift[0] > 0
+
+
+def test_a_reduced_vocabulary_changes_no_text(
+    write: Callable[..., Path], demo: Path, tmp_path: Path, demo_session: Callable[..., Session]
+) -> None:
+    ids = torch.arange(2, DEMO_VOCAB, 3)
+    path = write(reduced(ids), draft_vocab_size=len(ids))
+    options = read_options(ROOT / "configs" / "demo.yaml").with_changes(
+        {"drafter": path, "output": tmp_path / "engine"}
+    )
+    session, whole = Session(builder.write(builder.describe(options))), demo_session()
+    prompt = session.tokenizer.encode(DEMO_PROMPTS[0])
+    plain = whole.complete(Request(prompt, max_tokens=40)).token_ids
+    for mode in ("chain", "tree"):
+        request = Request(prompt, max_tokens=40, speculative=session.speculative_config(mode, 8))
+        done = session.complete(request)
+        assert done.token_ids == plain
+        assert done.statistics.acceptance_length > 1.2
+
+
+def draft_after(engine_dir: EngineDir, top_k: int) -> _core.DraftResult:
+    """One draft of an engine of its own."""
+    engine, tokens = load_engine(engine_dir, num_threads=1), list(range(300, 320))
+    at = _core.Sequence(2**40 + 1, 1, 0, list(range(8)))
+    prefill(engine, at, tokens)
+    at = _core.Sequence(2**40 + 1, 1, len(tokens), list(range(8)))
+    return engine.draft([_core.DraftRequest(at, tokens[-1])], top_k)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d2t": torch.arange(3)}, r"d2t has shape \[3\], draft_vocab_size is 5"),
+        ({"d2t": torch.tensor([4, 3, 2, 1, 0])}, r"expected rising ids of the target's"),
+        ({"d2t": torch.full((5,), DEMO_VOCAB)}, "expected rising ids of the target's"),
+        ({"t2d": torch.zeros(DEMO_VOCAB, dtype=torch.bool)}, "t2d names other tokens than d2t's 5"),
+        (
+            {"lm_head.weight": torch.zeros(4, 256)},
+            r"lm_head.weight has shape .* implies \[5, 256\]",
+        ),
+    ],
+)
+def test_maps_that_contradict_are_refused(
+    write: Callable[..., Path], demo: Path, changes: dict[str, torch.Tensor], message: str
+) -> None:
+    path = write(reduced(torch.arange(5), **changes), draft_vocab_size=5)
+    options = read_options(ROOT / "configs" / "demo.yaml").with_changes({"drafter": path})
+    with pytest.raises(CheckpointError, match=message):
+        builder.describe(options)
+
+
+@pytest.mark.parametrize("missing", ["d2t", "lm_head.weight"])
+def test_a_reduced_vocabulary_has_a_map_and_a_head(
+    write: Callable[..., Path], demo: Path, missing: str
+) -> None:
+    extra = reduced(torch.arange(5))
+    del extra[missing]
+    options = read_options(ROOT / "configs" / "demo.yaml")
+    options = options.with_changes({"drafter": write(extra, draft_vocab_size=5)})
+    with pytest.raises(CheckpointError, match=missing):
+        builder.describe(options)
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from decoding import run
-from engines import DEMO_VOCAB, random_checkpoint, tiny_config
+from engines import DEMO_VOCAB, ROOT, random_checkpoint, tiny_config
 from random_drafter import random_drafter
+from random_glm5 import glm5_config
 from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config, qwen3_moe_config
+from speculators_format import reduced, write_speculators
 from steps import prefill, random_tree, run_rows
 from thread_ranks import ThreadRanks
 from trtree import _core
 from trtree.build import builder
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.network.network import NetworkError
-from trtree.build.options import BuildOptions, OptionError
+from trtree.build.options import BuildOptions, OptionError, read_options
 from trtree.build.plan import memory_plan
 from trtree.runtime.engines.cpu import load_cpu_engine
 from trtree.runtime.executor import (
@@ -135,6 +138,7 @@ def test_every_number_of_ranks_gives_the_same_bits(
         glm4_moe_config,
         partial(hybrid_config, "Qwen3NextForCausalLM", **KEY_HEADS),
         partial(hybrid_config, "Qwen3_5MoeForCausalLM", **KEY_HEADS),
+        glm5_config,
     ],
 )
 def test_experts_and_a_drafter_on_every_number_of_ranks(
@@ -180,12 +184,43 @@ def test_what_does_not_divide_evenly_is_divided_by_blocks(
         assert transcript(load(built(tp)), 137) == one, tp
 
 
+def test_heads_are_divided_and_latents_are_not(tmp_path: Path) -> None:
+    """And a head that is cut in two is refused."""
+    described = glm5_config(intermediate_size=128, moe_intermediate_size=64)
+    target = random_checkpoint(tmp_path / "target", described, algorithm="NVFP4")
+    options = BuildOptions(checkpoint=target, output=tmp_path / "engine", tp=2)
+    network = builder.describe(options).rank(1).networks["target"]
+    attention = "model.layers.0.self_attn."
+    assert network.tensors[f"{attention}kv_b_proj.key"].shape == ("rows", 2, 32)
+    assert network.tensors[f"{attention}attention"].shape == ("rows", 2, 32)
+    assert network.tensors[f"{attention}indexer.q_rotated"].shape == ("rows", 16, 32)
+    assert network.states[f"{attention}latent"].shape == (1, 48)
+    assert network.states[f"{attention}indexer.keys"].shape == (1, 32)
+    stored = builder.describe(options).rank(1).weights.stored
+    assert stored[f"target:{attention}kv_b_proj"].shape == (128, 32)
+    with pytest.raises(NetworkError, match=r"q_heads: heads: 4 does not divide among 8 ranks"):
+        builder.describe(options.with_changes({"tp": 8}))
+
+
 def test_the_demo_with_its_drafter(demo_engine: Callable[..., Path]) -> None:
     # 2 KV heads: on 4 ranks each is held twice.
     one, two, four = (transcript(load(demo_engine(tp=tp)), DEMO_VOCAB) for tp in (1, 2, 4))
     assert len(one) == 7
     assert one == two
     assert one == four
+
+
+def test_a_drafter_of_a_reduced_vocabulary(tmp_path: Path) -> None:
+    ids = torch.arange(2, DEMO_VOCAB, 3)
+    drafter = write_speculators(tmp_path / "drafter", reduced(ids), draft_vocab_size=len(ids))
+    options = read_options(ROOT / "configs" / "demo.yaml").with_changes({"drafter": drafter})
+
+    def built(tp: int) -> Path:
+        changes = {"output": tmp_path / f"tp{tp}", "tp": tp}
+        return builder.write(builder.describe(options.with_changes(changes)))
+
+    one, two = (transcript(load(built(tp)), DEMO_VOCAB) for tp in (1, 2))
+    assert one == two
 
 
 def test_the_executor_emits_the_same_tokens(demo_engine: Callable[..., Path]) -> None:

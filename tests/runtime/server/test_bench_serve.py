@@ -18,13 +18,19 @@ def test_figures(server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFi
     small = ["--clients", "1", "3", "--turns", "1", "--modes", "plain", "tree"]
     small += ["--tree-budgets", "2", "8"]
     assert main(["serve", *arguments, *small]) == 0
-    result = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    told = captured.err.splitlines()  # as it came
+    assert [line.partition(":")[0] for line in told] == [
+        f"{clients} clients, {mode}" for clients in (1, 3) for mode in ("plain", "tree 2", "tree 8")
+    ]
     assert [(row["mode"], row["clients"]) for row in result["rows"]] == [
         (mode, clients) for clients in (1, 3) for mode in ("plain", "tree 2", "tree 8")
     ]
     for row in result["rows"]:
         assert (row["acceptance_length"] == 1) == (row["mode"] == "plain")
         assert row["tokens_per_s"] > 0
+        assert (row["over_plain"] == 1) == (row["mode"] == "plain")
         for name in ("time_to_first_token_ms", "time_per_output_token_ms", "gap_ms"):
             assert 0 <= row[name]["p50"] <= row[name]["p90"] <= row[name]["p99"]
     length = {row["mode"]: row["acceptance_length"] for row in result["rows"]}

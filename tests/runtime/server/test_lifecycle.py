@@ -222,6 +222,7 @@ def test_what_stops_the_start(
         ("port: high", "port 'high': expected int"),
         ("port: 70000", "port 70000 is not between 0 and 65535"),
         ("prefix_cache: 1", "prefix_cache 1: expected bool"),
+        ("allow_unsafe_tree_state: yes please", "'yes please': expected bool"),
         ("mode: medusa", "'medusa' is none of plain, chain, tree"),
         ("ports: 1", "unknown option ports; known: engine, host"),
         ("[", "not YAML"),
