@@ -101,7 +101,7 @@ def test_commit_moves_the_accepted_rows_of_every_layer(evaluated: Evaluated) -> 
     engine, _ = evaluated
     at = _core.Sequence(5, 2, 0, [])
     engine.step(_core.RowBatch([_core.SegmentRequest(at, [5, 6, 7, 8], [-1, 0, 0, 2], [3])]))
-    cache = engine._kv["target"]
+    (cache,) = engine._kv["target"]
     expected = cache[:, 2, :, [0, 2, 3]].clone()
     engine.commit([_core.Commit(at, [0, 2, 3])])
     assert torch.equal(cache[:, 2, :, :3], expected)
