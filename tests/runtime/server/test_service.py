@@ -43,12 +43,14 @@ class FailingEngine(ToyEngine):
 
 
 class GatedEngine(ToyEngine):
-    """Waits before each step."""
+    """Waits before each step until it may be made."""
 
-    gate = threading.Event()
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.steps = threading.Semaphore(0)
 
     def step(self, batch: _core.RowBatch) -> _core.StepResult:
-        self.gate.wait(30)
+        assert self.steps.acquire(timeout=30)
         return super().step(batch)
 
 
@@ -121,8 +123,8 @@ def test_a_failing_engine_ends_its_requests(serve: Callable[..., Service]) -> No
 
 
 def test_refusals(serve: Callable[..., Service]) -> None:
-    GatedEngine.gate.clear()
-    service = serve(GatedEngine(vocab=VOCAB, max_batch_size=1), max_queue_size=2)
+    engine = GatedEngine(vocab=VOCAB, max_batch_size=1)
+    service = serve(engine, max_queue_size=2)
     try:
         with pytest.raises(RequestError, match="vocabulary has 300"):
             service.submit(Submission(request([VOCAB])), print)
@@ -137,8 +139,11 @@ def test_refusals(serve: Callable[..., Service]) -> None:
         for handle in handles:
             handle.cancel()
             handle.cancel()  # no harm
+        # What a step says is told behind the cancellations, so they are known by then.
+        engine.steps.release()
+        assert chunks.get(timeout=30).finish is None
     finally:
-        GatedEngine.gate.set()
+        engine.steps.release(1000)
     reasons = []
     while len(reasons) < len(handles):
         if (finish := chunks.get(timeout=30).finish) is not None:
@@ -200,8 +205,7 @@ def test_stop_strings_cut_at_the_same_token_in_every_mode(
 
 
 def test_close_ends_everything(serve: Callable[..., Service]) -> None:
-    GatedEngine.gate.set()
-    service = serve(GatedEngine(vocab=VOCAB))
+    service = serve(ToyEngine(vocab=VOCAB))
     chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
     service.submit(Submission(request([1, 2], 1500)), chunks.put)
     service.close()
