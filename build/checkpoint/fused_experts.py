@@ -15,7 +15,6 @@ import torch
 from trtree.build.checkpoint.errors import CheckpointError
 from trtree.build.checkpoint.shard import TensorInfo
 
-_SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 _FUSED = re.compile(
     r"(?P<experts>.+\.experts)\.(?P<leaf>gate_up_proj|gate_proj|up_proj|down_proj)"
     r"(?:\.weight|_(?P<scale>weight_scale|weight_scale_2|input_scale))?"
