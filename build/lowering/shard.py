@@ -1,11 +1,11 @@
 """One rank's part of the networks: heads, features and vocabulary divided among ranks.
 
 Column-parallel linears give a rank its part of each module's out_features, so that
-attention, recurrences and gated activations run on a rank's own heads and features. Row-parallel ones
-read that part and give the sums of the rank's own segments of K, which all ranks add in
-the order of K: the bits are those of one rank. Logits are gathered before anything looks
-at them, so token ids are global. Everything else is whole on every rank. A drafter is
-divided like the target.
+attention, recurrences and gated activations run on a rank's own heads and features.
+Row-parallel ones read that part and give the sums of the rank's own segments of K, which
+all ranks add in the order of K: the bits are those of one rank. Logits are gathered before
+anything looks at them, so token ids are global. Everything else is whole on every rank. A
+drafter is divided like the target.
 """
 
 from collections.abc import Mapping, Sequence
