@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from decoding import Answer
 from engines import DEMO, DEMO_PROMPTS, DEMO_VOCAB
 from steps import prefill
 from trtree import _core
@@ -23,7 +24,6 @@ from trtree.runtime.executor import (
     KvCacheConfig,
     OutputConfig,
     Request,
-    Response,
     SamplingConfig,
     SpeculativeConfig,
     TreeKind,
@@ -56,27 +56,6 @@ def load(demo_engine: Callable[..., Path]) -> Load:
         return load_cpu_engine(EngineDir.open(path), num_threads=2)
 
     return loaded
-
-
-class Answer:
-    """All of one request's responses."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.log_probs: list[_core.TokenLogProbs] = []
-        self.prompt_log_probs: list[_core.TokenLogProbs] = []
-        self.last: Response | None = None
-
-    def add(self, response: Response) -> None:
-        self.token_ids += response.token_ids
-        self.log_probs += response.log_probs
-        self.prompt_log_probs += response.prompt_log_probs
-        self.last = response
-
-    def figures(self) -> list[object]:
-        """All that a client sees, log-probs to the last bit."""
-        probs = [(p.log_prob, p.rank, p.top) for p in self.prompt_log_probs + self.log_probs]
-        return [self.token_ids, probs, self.last and self.last.finish_reason]
 
 
 def run(executor: Executor, requests: Sequence[Request]) -> list[Answer]:

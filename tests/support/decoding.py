@@ -1,6 +1,28 @@
 """Requests run to their ends."""
 
+from trtree import _core
 from trtree.runtime.executor import Executor, Request, Response
+
+
+class Answer:
+    """All of one request's responses."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.log_probs: list[_core.TokenLogProbs] = []
+        self.prompt_log_probs: list[_core.TokenLogProbs] = []
+        self.last: Response | None = None
+
+    def add(self, response: Response) -> None:
+        self.token_ids += response.token_ids
+        self.log_probs += response.log_probs
+        self.prompt_log_probs += response.prompt_log_probs
+        self.last = response
+
+    def figures(self) -> list[object]:
+        """All that a client sees, log-probs to the last bit."""
+        probs = [(p.log_prob, p.rank, p.top) for p in self.prompt_log_probs + self.log_probs]
+        return [self.token_ids, probs, self.last and self.last.finish_reason]
 
 
 def run(executor: Executor, requests: list[Request]) -> list[tuple[list[int], Response]]:
