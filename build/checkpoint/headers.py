@@ -272,11 +272,6 @@ def _check_pre_quant_scale(
             f"{info.file}: tensor {name} belongs to NVFP4_AWQ, but the configuration says that "
             f"{module} is {algorithm}; correct it, or export again"
         )
-    if ".experts." in module:
-        raise CheckpointError(
-            f"{info.file}: tensor {name}: experts that scale their inputs are not supported; "
-            "export the experts without AWQ"
-        )
     _expect(name, info, [(columns,)], DENSE_DTYPES)
     return True
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 
 from trtree.build.checkpoint.errors import CheckpointError
-from trtree.build.checkpoint.headers import FP8, NAMES, LinearInfo, Names
+from trtree.build.checkpoint.headers import FP8, NAMES, PRE_QUANT_SCALE, LinearInfo, Names
 from trtree.build.checkpoint.scheme import QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo
 from trtree.plugins.nvfp4_linear import format as nvfp4
@@ -88,10 +88,6 @@ def check_fusable(checkpoint: Tensors, modules: Sequence[str]) -> None:
     if not modules:
         raise ValueError("no modules to load")
     first = checkpoint.linear_info(modules[0])
-    if first.has_pre_quant_scale and len(modules) > 1:
-        raise CheckpointError(
-            f"cannot fuse {modules[0]} and {modules[1]}: each scales its input by its own vector"
-        )
     for module in modules[1:]:
         info = checkpoint.linear_info(module)
         for field in ("kind", "dtype", "in_features", "has_bias", "has_pre_quant_scale"):
@@ -99,6 +95,13 @@ def check_fusable(checkpoint: Tensors, modules: Sequence[str]) -> None:
             if ours != theirs:
                 raise CheckpointError(
                     f"cannot fuse {modules[0]} and {module}: {field} {ours} and {theirs}"
+                )
+        if first.has_pre_quant_scale:
+            vectors = [checkpoint.tensor(f"{m}.{PRE_QUANT_SCALE}") for m in (modules[0], module)]
+            if not torch.equal(*vectors):
+                raise CheckpointError(
+                    f"cannot fuse {modules[0]} and {module}: each scales its input by its own "
+                    "vector"
                 )
 
 
