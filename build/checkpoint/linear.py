@@ -139,7 +139,7 @@ def _load_dense(checkpoint: Tensors, module: str) -> torch.Tensor:
 def _scale_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """[O, K] float32; the last blocks of either axis may be narrower."""
     wide = weight.float()
-    for rows, scales in zip(wide.split(BLOCK_ROWS), scale.float(), strict=True):
+    for rows, scales in zip(torch.split(wide, BLOCK_ROWS), scale.float(), strict=True):
         rows *= scales.repeat_interleave(BLOCK_ROWS)[: weight.shape[1]]
     return wide
 
