@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trtree.build.models.config import MAX_LAYERS
 from trtree.build.models.glm_moe_dsa import own_indexers
 from trtree.build.network.network import NetworkError
 
@@ -28,11 +29,11 @@ class Layers:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Layers | None":
-        """None if config.json does not name its layers."""
+        """None if config.json does not say how many layers there are, or no number that can be."""
         nested = config.get("transformer_layer_config") or config.get("text_config") or config
         text = nested if isinstance(nested, dict) else config
         count = text.get("num_hidden_layers")
-        if type(count) is not int:
+        if type(count) is not int or count > MAX_LAYERS:
             return None
         kinds = _kinds(text, count)
         counted = Counter(kinds)

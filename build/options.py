@@ -82,6 +82,11 @@ class BuildOptions:
             raise OptionError(
                 f"attention plugin: backend {self.backend} has its own kernel; leave it out"
             )
+        if self.state_snapshots and self.on_tensorrt:
+            raise OptionError(
+                f"state_snapshots {self.state_snapshots}: engines of backend {self.backend} keep "
+                "none, and have no prefix cache for hybrids; leave it out"
+            )
         if self.tp > 1 and self.backend == "reference":
             raise OptionError(f"tp {self.tp}: backend reference runs on one rank")
         if self.max_tree_budget is not None and self.max_tree_budget < self.tree_budget:

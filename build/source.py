@@ -12,6 +12,7 @@ from trtree.build.checkpoint import (
     QuantizedCheckpoint,
     text_part,
 )
+from trtree.build.checkpoint.headers import check_dense
 from trtree.build.checkpoint.json_file import read_json
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
@@ -88,9 +89,13 @@ class CheckpointSource:
         checkpoint = self.checkpoint(owner)
         name = tensor_name(module)
         info = checkpoint.info(name) if name == module else checkpoint.weight_info(module)
-        if len(info.shape) == 1:
+        vector = len(info.shape) == 1
+        depthwise = len(info.shape) == 3 and info.shape[1] == 1
+        if (vector or depthwise) and not name.endswith("d2t"):
+            check_dense(name, info)
+        if vector:
             return WeightInfo("dense", tuple(info.shape), _name(info.dtype))
-        if len(info.shape) == 3 and info.shape[1] == 1:  # depthwise: a vector, channel by channel
+        if depthwise:  # a vector, channel by channel
             return WeightInfo("dense", (info.shape[0] * info.shape[2],), _name(info.dtype))
         linear = checkpoint.linear_info(module)
         shape = (linear.out_features, linear.in_features)

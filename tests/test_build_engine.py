@@ -203,6 +203,13 @@ def test_bad_block_scale(refused: Callable[..., str], target: Path, value: float
     assert name in refused("--checkpoint", target)
 
 
+def test_a_vector_of_integers(refused: Callable[..., str], target: Path) -> None:
+    name = "model.norm.weight"
+    edit_tensors(target, lambda tensors: tensors.update({name: tensors[name].int()}))
+    line = refused("--checkpoint", target)
+    assert f"{name} is int32, expected bfloat16, float16, float32" in line
+
+
 def test_pickle_file(refused: Callable[..., str], target: Path) -> None:
     (target / "model.safetensors").rename(target / "pytorch_model.bin")
     line = refused("--checkpoint", target)
@@ -373,6 +380,10 @@ def test_activations_that_the_checkpoint_has_no_scales_for(
         (
             ["--attention", "plugin", "--backend", "tensorrt-rtx"],
             ["attention plugin", "tensorrt-rtx has no plugin layers"],
+        ),
+        (
+            ["--state-snapshots", "4", "--backend", "tensorrt-rtx"],
+            ["state_snapshots 4", "tensorrt-rtx", "leave it out"],
         ),
         (["--max-seq-len", "4096"], ["max_seq_len 4096", "2048"]),
         (["--max-tree-budget", "8"], ["max_tree_budget 8", "tree_budget 16"]),

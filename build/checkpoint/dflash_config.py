@@ -149,6 +149,10 @@ def parse(config: Mapping[str, Any], where: Path) -> DrafterConfig:
     )
 
 
+# Layers are listed before any tensor is looked at: more than any drafter has.
+_MOST = {"num_hidden_layers": 1000}
+
+
 class _Fields:
     """Fields that stand at the top level or under ``dflash_config``."""
 
@@ -181,8 +185,10 @@ class _Fields:
         return found[0][1] if found else None
 
     def integer(self, key: str, least: int) -> int:
-        """A required integer of at least ``least``."""
-        value = self.get(key)
+        """A required integer of at least ``least``, and no more than engines count to."""
+        value, most = self.get(key), _MOST.get(key, 2**31 - 1)
+        if type(value) is int and value > most:
+            raise CheckpointError(f"{self.where}: {key} is {value}, expected at most {most}")
         if type(value) is not int or value < least:
             what = "is missing" if value is None else f"is {value!r}"
             raise CheckpointError(

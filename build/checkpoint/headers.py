@@ -311,6 +311,11 @@ def _two_axes(module: str, weight: TensorInfo) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
+def check_dense(name: str, info: TensorInfo) -> None:
+    """Raises CheckpointError if a tensor's numbers are of a type that is not read."""
+    _expect(name, info, [info.shape], DENSE_DTYPES)
+
+
 def _expect(
     name: str,
     info: TensorInfo,

@@ -52,4 +52,5 @@ def prediction_layers(config: Mapping[str, Any]) -> list[str]:
     layers, extra = (config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     if not isinstance(layers, int) or not isinstance(extra, int):
         return []
-    return [f"model.layers.{layers + i}.*" for i in range(extra)]
+    # A number that cannot be leaves its layers' tensors to be named as unknown.
+    return [f"model.layers.{layers + i}.*" for i in range(min(extra, 100))]

@@ -46,7 +46,9 @@ class Shard:
             NetworkError: they do not divide.
         """
         if total % self.size:
-            raise NetworkError(f"{what}: {total} does not divide among {self.size} ranks")
+            raise NetworkError(
+                f"{what}: {total} does not divide among {self.size} ranks; use another tp"
+            )
         part = total // self.size
         return range(self.rank * part, (self.rank + 1) * part)
 
@@ -62,7 +64,8 @@ class Shard:
         blocks = total // BLOCK
         if blocks < self.size:
             raise NetworkError(
-                f"{what}: {total} are {blocks} blocks of {BLOCK}, too few for {self.size} ranks"
+                f"{what}: {total} are {blocks} blocks of {BLOCK}, too few for {self.size} ranks; "
+                "lower tp"
             )
         first, end = (r * blocks // self.size for r in (self.rank, self.rank + 1))
         return range(first * BLOCK, end * BLOCK)

@@ -321,7 +321,8 @@ class _NetworkShard:
         part = Tensor(f"{name}.part", (whole.shape[0], own), whole.dtype)
         if own == 0:
             raise NetworkError(
-                f"{op.name}: {whole.shape[1]} columns are too few for {self._shard.size} ranks"
+                f"{op.name}: {whole.shape[1]} columns are too few for {self._shard.size} ranks; "
+                "lower tp"
             )
         self.network.tensors |= {part.name: part, name: whole}
         self.network.ops += [

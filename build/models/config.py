@@ -6,6 +6,9 @@ from typing import Any
 from trtree.build.network.network import NetworkError
 from trtree.build.network.rope import positive_number
 
+# Families go through the layers before any tensor is looked at: more than any model has.
+MAX_LAYERS = 10_000
+
 
 class ConfigReader:
     """Typed reads from one configuration dictionary; ``where`` names it in errors."""
@@ -20,6 +23,15 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise NetworkError(f"{self._where}: {key} must be a positive integer, not {value!r}")
         return value
+
+    def layers(self) -> int:
+        """``num_hidden_layers``, of a network that can be listed layer by layer."""
+        layers = self.positive("num_hidden_layers")
+        if layers > MAX_LAYERS:
+            raise NetworkError(
+                f"{self._where}: num_hidden_layers must be at most {MAX_LAYERS}, not {layers}"
+            )
+        return layers
 
     def count(self, key: str, default: int | None = None) -> int:
         """A non-negative integer."""
@@ -73,7 +85,7 @@ class ConfigReader:
         ``max_window_layers`` on slide if ``use_sliding_window`` asks for it; the rule and
         its defaults are transformers' (configuration_qwen3.py).
         """
-        layers = self.positive("num_hidden_layers")
+        layers = self.layers()
         kinds = self._config.get("layer_types")
         if kinds is None:
             return self._derived_windows(layers)

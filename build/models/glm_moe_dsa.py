@@ -49,7 +49,7 @@ class GlmMoeDsaConfig(Glm4MoeConfig):
             NetworkError: a field is missing, of the wrong type, or not supported.
         """
         read = ConfigReader(config)
-        layers, rope_dim = read.positive("num_hidden_layers"), read.positive("qk_rope_head_dim")
+        layers, rope_dim = read.layers(), read.positive("qk_rope_head_dim")
         for key in ("rope_interleave", "indexer_rope_interleave"):
             read.require(key, True)
         read.require("mlp_bias", False)

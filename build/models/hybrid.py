@@ -68,7 +68,7 @@ def hybrid_fields(config: Mapping[str, Any], *, intermediate: int | None = None)
     read = ConfigReader(config)
     read.require("attn_output_gate", True)
     read.require("output_gate_type", "swish")  # behind the recurrence
-    layers = read.positive("num_hidden_layers")
+    layers = read.layers()
     fields = decoder_fields(
         config,
         partial_rotary=PARTIAL_ROTARY,

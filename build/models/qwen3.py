@@ -71,7 +71,7 @@ def decoder_fields(
         "vocab_size": read.positive("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": read.positive("intermediate_size", intermediate_size),
-        "num_hidden_layers": read.positive("num_hidden_layers"),
+        "num_hidden_layers": read.layers(),
         "num_attention_heads": heads,
         "num_key_value_heads": read.positive("num_key_value_heads", heads),
         "head_dim": head_dim,

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from engines import tiny_config
+from random_glm5 import glm5_config
+from random_hybrid import hybrid_config
 from trtree.build.models import family_of
 from trtree.build.models.qwen3 import Qwen3Config
 from trtree.build.network.network import NetworkError
@@ -17,6 +19,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
     ("changes", "part"),
     [
         ({"rms_norm_eps": math.inf}, "rms_norm_eps must be a positive number, not inf"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 10000, not 10000"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
         ({"rope_parameters": {"rope_theta": math.inf}}, "rope_theta"),
@@ -80,6 +83,19 @@ def test_windows_without_layer_types(
     changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     assert Qwen3Config.from_dict(tiny_config(**changes)).windows == windows
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        glm5_config(num_hidden_layers=10**12),
+        hybrid_config("Qwen3NextForCausalLM", num_hidden_layers=10**12),
+    ],
+    ids=["glm5", "hybrid"],
+)
+def test_layers_are_not_listed_before_they_are_counted(config: dict[str, Any]) -> None:
+    with pytest.raises(NetworkError, match="num_hidden_layers must be at most"):
+        family_of(config).parse(config)
 
 
 def test_architectures_must_be_a_list() -> None:

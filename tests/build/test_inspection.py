@@ -165,6 +165,10 @@ def test_layers_are_derived_where_no_list_names_them() -> None:
     assert Layers.of({}) is None
 
 
+def test_a_number_of_layers_that_cannot_be_is_not_listed() -> None:
+    assert Layers.of({"num_hidden_layers": 10**12}) is None
+
+
 def test_a_checkpoint_that_can_be_built_is_covered() -> None:
     facts = dict(inspect(DEMO / "target_nvfp4").facts)
     assert facts["family"] == "Qwen3ForCausalLM: can be built"

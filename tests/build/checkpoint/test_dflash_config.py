@@ -89,6 +89,8 @@ def test_two_places_must_agree() -> None:
     ("fields", "message"),
     [
         (config(drop=("block_size",)), "block_size is missing"),
+        (config(block_size=2**31), "block_size is 2147483648, expected at most 2147483647"),
+        (config(num_hidden_layers=10**12), "num_hidden_layers is 1000000000000, expected at most"),
         (config(block_size=0), "block_size is 0, expected an integer of at least 1"),
         (config(block_size=True), "block_size is True"),
         (config(drop=("mask_token_id",)), "mask_token_id is missing"),
