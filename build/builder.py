@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from trtree.build import models, text_files
-from trtree.build.checkpoint import Checkpoint, CheckpointError, dflash_config, speculators
+from trtree.build.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    dflash_config,
+    expert_scales,
+    speculators,
+)
 from trtree.build.checkpoint.dflash_config import DrafterConfig
 from trtree.build.checkpoint.patterns import left_out, matcher
 from trtree.build.engine_dir import (
@@ -131,7 +137,7 @@ class EngineDescription:
 
 
 def describe(options: BuildOptions) -> EngineDescription:
-    """Open the checkpoints and describe the networks; reads headers only.
+    """Open the checkpoints and describe the networks; reads headers, and what must be equal.
 
     Raises:
         CheckpointError, NetworkError, OptionError: one line that names the file, tensor
@@ -139,6 +145,7 @@ def describe(options: BuildOptions) -> EngineDescription:
     """
     source = CheckpointSource.open(options)
     drafter = None
+    expert_scales.check(source.target)
     if source.drafter:
         drafter = dflash_config.read_drafter(source.drafter)
         speculators.check_copies(source.drafter, source.target)

@@ -12,6 +12,7 @@ from trtree.build.checkpoint import (
     Checkpoint,
     CheckpointError,
     dflash_config,
+    expert_scales,
     headers,
     text_part,
 )
@@ -86,6 +87,7 @@ def _family(checkpoint: Checkpoint, problems: list[str]) -> Iterator[Row]:
             options = BuildOptions(checkpoint=checkpoint.directory)
             description = builder.describe_source(options, CheckpointSource(checkpoint), None)
             builder.check_coverage(description, "target", checkpoint)
+            expert_scales.check(checkpoint)
             yield "coverage", f"all {len(checkpoint.names())} tensors are used"
         except (CheckpointError, NetworkError, OptionError) as error:
             problems.append(str(error))

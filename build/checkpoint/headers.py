@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from trtree.build.checkpoint.errors import CheckpointError
-from trtree.build.checkpoint.scheme import ALGORITHMS, QuantizationConfig
+from trtree.build.checkpoint.scheme import ALGORITHMS, FP8_BLOCK, MODELOPT, QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
@@ -37,14 +37,18 @@ NAMES = {
     ),
 }
 PRE_QUANT_SCALE = "pre_quant_scale"
+# Of FP8_BLOCK: multiplies, whatever its name says; [ceil(out / 128), ceil(in / 128)].
+BLOCK_SCALE, BLOCK_ROWS = "weight_scale_inv", 128
 # Tensors that only quantized linears have; a linear owns these, its weight and its bias.
-SCALES = tuple(dict.fromkeys(part for names in NAMES.values() for part in names[1:4]))
+SCALES = (
+    *dict.fromkeys(part for names in NAMES.values() for part in names[1:4]),
+    BLOCK_SCALE,
+)
 PARTS = ("weight", "weight_packed", "bias", PRE_QUANT_SCALE, *SCALES)
 KV_SCALES = ("k_scale", "v_scale")
 KV_SCALE_SUFFIXES = tuple(f".{part}" for part in KV_SCALES)
 # Left by algorithms that change the arithmetic: never to be dropped silently.
 _FOREIGN = (
-    "weight_scale_inv",
     "weight_zero_point",
     "qweight",
     "svdquant_lora_a",
@@ -152,14 +156,19 @@ def _refuse_foreign(
     names: Names,
     module: str,
 ) -> None:
-    others = {part for other in NAMES.values() for part in other[:4]} - {*names[:4], "weight"}
+    others = {part for other in NAMES.values() for part in other[:4]} | {BLOCK_SCALE}
+    if quantization is not None and quantization.algorithm == FP8_BLOCK:
+        others -= {"weight", BLOCK_SCALE}
+    else:
+        others -= {*names[:4], "weight"}
     for part in (*_FOREIGN, *sorted(others)):
         if (extra := tensors.get(f"{module}.{part}")) is not None:
             what = f"{quantization.source} describes" if quantization else "config.json describes"
             raise CheckpointError(
                 f"{extra.file}: tensor {module}.{part} belongs to a quantization that is not "
                 f"supported, or not the one that {what}; supported: "
-                f"{', '.join(ALGORITHMS)} of ModelOpt, NVFP4 and FP8 of compressed-tensors"
+                f"{', '.join(MODELOPT)} of ModelOpt, NVFP4 and FP8 of compressed-tensors, "
+                "FP8 in blocks"
             )
 
 
@@ -193,7 +202,8 @@ def _algorithm(
             )
         return None
     if stored is None:
-        if _is_embedding(module):
+        # Block FP8 does not list all that it leaves alone: routers, heads.
+        if _is_embedding(module) or algorithm == FP8_BLOCK:
             return None
         raise CheckpointError(
             f"{where}, but {quantization.source} says that {module} is {algorithm}; it was left "
@@ -224,12 +234,17 @@ def _describe_fp8(
     tensors: Mapping[str, TensorInfo], module: str, weight: TensorInfo, algorithm: str
 ) -> LinearInfo:
     rows, columns = _two_axes(module, weight)
+    has_bias = f"{module}.bias" in tensors
+    if algorithm == FP8_BLOCK:
+        scale = _needed(tensors, module, BLOCK_SCALE, weight, algorithm)
+        blocks = (-(-rows // BLOCK_ROWS), -(-columns // BLOCK_ROWS))
+        _expect(f"{module}.{BLOCK_SCALE}", scale, [blocks], DENSE_DTYPES)
+        return LinearInfo("dense", rows, columns, has_bias, torch.float32, algorithm)
     scale = _needed(tensors, module, "weight_scale", weight, algorithm)
     per_channel = [(rows, 1), (rows,)] if algorithm != "FP8" else []
     _expect(f"{module}.weight_scale", scale, [(), (1,), *per_channel], DENSE_DTYPES)
     if (given := tensors.get(f"{module}.input_scale")) is not None:
         _expect(f"{module}.input_scale", given, [(), (1,)], DENSE_DTYPES)
-    has_bias = f"{module}.bias" in tensors
     return LinearInfo("dense", rows, columns, has_bias, scale.dtype, algorithm)
 
 
@@ -271,11 +286,6 @@ def _check_pre_quant_scale(
         raise CheckpointError(
             f"{info.file}: tensor {name} belongs to NVFP4_AWQ, but the configuration says that "
             f"{module} is {algorithm}; correct it, or export again"
-        )
-    if ".experts." in module:
-        raise CheckpointError(
-            f"{info.file}: tensor {name}: experts that scale their inputs are not supported; "
-            "export the experts without AWQ"
         )
     _expect(name, info, [(columns,)], DENSE_DTYPES)
     return True

@@ -12,8 +12,16 @@ from typing import Literal, Protocol
 import torch
 
 from trtree.build.checkpoint.errors import CheckpointError
-from trtree.build.checkpoint.headers import FP8, NAMES, LinearInfo, Names
-from trtree.build.checkpoint.scheme import QuantizationConfig
+from trtree.build.checkpoint.headers import (
+    BLOCK_ROWS,
+    BLOCK_SCALE,
+    FP8,
+    NAMES,
+    PRE_QUANT_SCALE,
+    LinearInfo,
+    Names,
+)
+from trtree.build.checkpoint.scheme import FP8_BLOCK, QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
@@ -88,10 +96,6 @@ def check_fusable(checkpoint: Tensors, modules: Sequence[str]) -> None:
     if not modules:
         raise ValueError("no modules to load")
     first = checkpoint.linear_info(modules[0])
-    if first.has_pre_quant_scale and len(modules) > 1:
-        raise CheckpointError(
-            f"cannot fuse {modules[0]} and {modules[1]}: each scales its input by its own vector"
-        )
     for module in modules[1:]:
         info = checkpoint.linear_info(module)
         for field in ("kind", "dtype", "in_features", "has_bias", "has_pre_quant_scale"):
@@ -99,6 +103,13 @@ def check_fusable(checkpoint: Tensors, modules: Sequence[str]) -> None:
             if ours != theirs:
                 raise CheckpointError(
                     f"cannot fuse {modules[0]} and {module}: {field} {ours} and {theirs}"
+                )
+        if first.has_pre_quant_scale:
+            vectors = [checkpoint.tensor(f"{m}.{PRE_QUANT_SCALE}") for m in (modules[0], module)]
+            if not torch.equal(*vectors):
+                raise CheckpointError(
+                    f"cannot fuse {modules[0]} and {module}: each scales its input by its own "
+                    "vector"
                 )
 
 
@@ -108,18 +119,29 @@ def _names(checkpoint: Tensors) -> Names:
 
 
 def _load_dense(checkpoint: Tensors, module: str) -> torch.Tensor:
-    """A plain weight, or an FP8 one times its scale (one number, or one per row)."""
+    """A plain weight, or an FP8 one times its scale (one number, one per row, or per block)."""
     weight = checkpoint.tensor(f"{module}.weight")
     if weight.dtype != FP8:
         return weight
-    name = f"{module}.weight_scale"
+    in_blocks = checkpoint.linear_info(module).algorithm == FP8_BLOCK
+    name = f"{module}.{BLOCK_SCALE if in_blocks else 'weight_scale'}"
     scale = checkpoint.tensor(name)
     if not bool((scale > 0).all()):
         raise CheckpointError(
             f"{checkpoint.info(name).file}: tensor {name} has values that are not positive "
             f"(the least: {scale.min().item()}); export again"
         )
-    return weight.to(scale.dtype) * scale.reshape(-1, 1)
+    return (
+        _scale_blocks(weight, scale) if in_blocks else weight.to(scale.dtype) * scale.reshape(-1, 1)
+    )
+
+
+def _scale_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[O, K] float32; the last blocks of either axis may be narrower."""
+    wide = weight.float()
+    for rows, scales in zip(torch.split(wide, BLOCK_ROWS), scale.float(), strict=True):
+        rows *= scales.repeat_interleave(BLOCK_ROWS)[: weight.shape[1]]
+    return wide
 
 
 def _load_nvfp4(checkpoint: Tensors, module: str) -> nvfp4.QuantizedTensor:

@@ -14,7 +14,13 @@ from typing import Any
 from trtree.build.checkpoint import compressed_tensors
 from trtree.build.checkpoint.errors import CheckpointError
 from trtree.build.checkpoint.json_file import read_json
-from trtree.build.checkpoint.scheme import ALGORITHMS, MIXED, QuantizationConfig
+from trtree.build.checkpoint.scheme import (
+    ALGORITHMS,
+    FP8_BLOCK,
+    MIXED,
+    MODELOPT,
+    QuantizationConfig,
+)
 from trtree.plugins.nvfp4_linear.format import BLOCK
 
 SIDECAR = "hf_quant_config.json"
@@ -93,10 +99,12 @@ def _from_inline(data: Any, where: str) -> _Facts:
     if "quantization" in data:  # ModelOpt's drafter exporter puts the sidecar here as it is
         return _from_sidecar(data, where)
     method = data.get("quant_method")
+    if method == "fp8":
+        return _from_fp8(data, where)
     if method != "modelopt":
         raise CheckpointError(
-            f"{where}: quant_method {method!r} is not supported; "
-            f"supported: compressed-tensors, and ModelOpt exports of {_supported()}"
+            f"{where}: quant_method {method!r} is not supported; supported: compressed-tensors, "
+            f"fp8 in blocks, and ModelOpt exports of {_supported()}"
         )
     algorithm = _name(data.get("quant_algo"), f"{where}: quant_algo")
     groups = data.get("config_groups") or {}
@@ -120,6 +128,17 @@ def _from_inline(data: Any, where: str) -> _Facts:
         exclusions=_exclusions(data.get("ignore"), f"{where}: ignore"),
         kv_cache=_kv_cache(data.get("kv_cache_scheme"), f"{where}: kv_cache_scheme"),
     )
+
+
+def _from_fp8(data: Mapping[str, Any], where: str) -> _Facts:
+    """transformers' ``FineGrainedFP8Config``; a module's name there covers all below it."""
+    expected = {"weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
+    for field, value in expected.items():
+        found = data.get(field, None if field == "weight_block_size" else value)
+        if found != value:
+            raise CheckpointError(f"{where}: {field} {found!r} is not supported; only {value!r} is")
+    modules = _exclusions(data.get("modules_to_not_convert"), f"{where}: modules_to_not_convert")
+    return _Facts(FP8_BLOCK, None, frozenset(f"{name}.*" for name in modules), None)
 
 
 def _check_activations(algorithm: str, group: Mapping[str, Any], where: str) -> None:
@@ -198,7 +217,7 @@ def _judge(facts: _Facts, where: str) -> QuantizationConfig | None:
 
 
 def _supported() -> str:
-    return ", ".join((*ALGORITHMS, MIXED))
+    return ", ".join((*MODELOPT, MIXED))
 
 
 def _layers(value: Any, where: str) -> tuple[tuple[str, str], ...]:

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 from trtree.build.checkpoint.patterns import matcher
 
 MIXED = "MIXED_PRECISION"
+# FP8 in blocks of 128 x 128, as transformers, DeepSeek and Qwen write it ("fp8").
+FP8_BLOCK = "FP8_BLOCK"
 Layout = Literal["modelopt", "compressed-tensors"]
 
 
@@ -22,14 +24,17 @@ class Algorithm(NamedTuple):
     activations: Literal["nvfp4", "bf16"] | None
 
 
-# By ModelOpt's names. NVFP4_AWQ is NVFP4 whose inputs are scaled per feature first.
+# By ModelOpt's names, but for FP8_BLOCK. NVFP4_AWQ is NVFP4 whose inputs are scaled per
+# feature first.
 ALGORITHMS = {
     "NVFP4": Algorithm("nvfp4", "nvfp4"),
     "W4A16_NVFP4": Algorithm("nvfp4", "bf16"),
     "NVFP4_AWQ": Algorithm("nvfp4", "nvfp4"),
     "FP8": Algorithm("fp8", None),
     "FP8_PER_CHANNEL_PER_TOKEN": Algorithm("fp8", None),
+    FP8_BLOCK: Algorithm("fp8", None),
 }
+MODELOPT = tuple(name for name in ALGORITHMS if name != FP8_BLOCK)
 
 
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<leaf>\w+)")

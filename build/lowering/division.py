@@ -192,7 +192,8 @@ class Division:
         Raises:
             NetworkError: it does not divide, or not at the ends of heads.
         """
-        if op.kind == "experts_up":  # [rows, slots, intermediate]
+        in_slots = op.kind == "scale" and len(tensor.shape) == 3
+        if op.kind == "experts_up" or in_slots:  # [rows, slots, intermediate]
             *axes, features = tensor.shape
             part = self.shard.features(int(features), f"{tensor.name}: intermediate")
             return Tensor(tensor.name, (*axes, len(part)), tensor.dtype)

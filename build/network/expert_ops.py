@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from trtree.build.network.graph_core import GraphCore, static
 from trtree.build.network.network import NetworkError, Tensor, Weight
+from trtree.build.network.weight_source import Parallel
 from trtree.plugins.moe.contract import Routing
 
 
@@ -41,6 +42,7 @@ class ExpertOps(GraphCore):
         """
         in_features = static(x.shape[-1], f"{modules[0]}: in_features")
         weight = self._stack(modules, [intermediate] * 2, in_features, weights)
+        x = self._scaled_input(modules, x, in_features, None)
         shape = (x.shape[0], slots, intermediate)
         attrs = {"slots": slots, "parallel": "column"}
         return self._op(
@@ -54,11 +56,22 @@ class ExpertOps(GraphCore):
         down(h) of each row's experts, times their ``weights`` [rows, experts]."""
         in_features = static(h.shape[-1], f"{modules[0]}: in_features")
         weight = self._stack(modules, [hidden], in_features, weights)
+        h = self._scaled_input(modules, h, in_features, "row")
         shape = (h.shape[0], hidden)
         attrs = {"parallel": "row"}
         return self._op(
             "experts_down", "experts.down", [h, weights], [shape], weights=[weight], attrs=attrs
         )[0]
+
+    def _scaled_input(
+        self, modules: Sequence[str], x: Tensor, features: int, parallel: Parallel | None
+    ) -> Tensor:
+        """x as its linears take it: all experts of a layer share their vector, if they have
+        one (``checkpoint.expert_scales`` sees to that)."""
+        (info,) = self._infos(modules[:1], [1], features, self._owner)
+        if not info.pre_quant_scale:
+            return x
+        return self._scale(modules[0], x, features, self._owner, parallel)
 
     def _stack(
         self, modules: Sequence[str], sizes: Sequence[int], in_features: int, weights: Tensor
@@ -78,7 +91,13 @@ class ExpertOps(GraphCore):
         first = infos[0]
         paths = tuple(self._path(module) for module in modules)
         for path, info in zip(paths, infos, strict=True):
-            if not info.fuses_with(first):
+            if info.pre_quant_scale != first.pre_quant_scale:
+                raise NetworkError(
+                    f"{path if info.pre_quant_scale else paths[0]} scales its input, "
+                    f"{paths[0] if info.pre_quant_scale else path} does not: the experts of a "
+                    "layer must do so alike; export again"
+                )
+            if not info.is_like(first):
                 raise NetworkError(
                     f"{path}: the experts of a layer must be of one kind, but this is "
                     f"{info.dtype} and {paths[0]} is {first.dtype}"

@@ -16,7 +16,7 @@ from trtree.build.network.network import (
     Tensor,
     Weight,
 )
-from trtree.build.network.weight_source import WeightInfo, WeightSource
+from trtree.build.network.weight_source import Parallel, WeightInfo, WeightSource
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,22 @@ class GraphCore:
             head_sizes=head_sizes,
         )
         return self.network.weights.setdefault(weight.name, weight)
+
+    def _scale(
+        self,
+        module: str,
+        x: Tensor,
+        features: int,
+        owner: Owner | None,
+        parallel: Parallel | None,
+    ) -> Tensor:
+        """x * the module's pre_quant_scale [features]; ranks that share x share the vector."""
+        path, owner = self._path(f"{module}.pre_quant_scale"), owner or self._owner
+        info = WeightInfo("dense", (features,), "float32")
+        weight = self._add_weight(path, (path,), (features,), [features], info, owner)
+        attrs = {"parallel": "column"} if parallel == "row" else {}
+        name = f"{module}.pre_quant_scale"
+        return self._op("scale", name, [x], [x.shape], weights=[weight], attrs=attrs)[0]
 
     def _infos(
         self,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from trtree.build.network.graph_core import GraphCore, static
 from trtree.build.network.network import DType, Owner, Tensor
-from trtree.build.network.weight_source import KeyHeads, Parallel, WeightInfo
+from trtree.build.network.weight_source import KeyHeads, Parallel
 
 
 class LinearOps(GraphCore):
@@ -99,19 +99,3 @@ class LinearOps(GraphCore):
         dtypes = [dtype or self.network.dtype]
         (y,) = self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)
         return y
-
-    def _scale(
-        self,
-        module: str,
-        x: Tensor,
-        features: int,
-        owner: Owner | None,
-        parallel: Parallel | None,
-    ) -> Tensor:
-        """x * the module's pre_quant_scale [features]; ranks that share x share the vector."""
-        path, owner = self._path(f"{module}.pre_quant_scale"), owner or self._owner
-        info = WeightInfo("dense", (features,), "float32")
-        weight = self._add_weight(path, (path,), (features,), [features], info, owner)
-        attrs = {"parallel": "column"} if parallel == "row" else {}
-        name = f"{module}.pre_quant_scale"
-        return self._op("scale", name, [x], [x.shape], weights=[weight], attrs=attrs)[0]

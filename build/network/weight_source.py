@@ -39,8 +39,12 @@ class WeightInfo:
     pre_quant_scale: bool = False  # the input is multiplied by the module's own vector first
 
     def fuses_with(self, other: "WeightInfo") -> bool:
-        """Whether both can be rows of one weight."""
-        return replace(self, shape=other.shape) == other and not self.pre_quant_scale
+        """Whether both can be rows of one weight, whatever scales their inputs."""
+        return self.is_like(other) and not self.pre_quant_scale
+
+    def is_like(self, other: "WeightInfo") -> bool:
+        """Whether both are the same but for their shape."""
+        return replace(self, shape=other.shape) == other
 
 
 class WeightSource(Protocol):

@@ -16,7 +16,7 @@ HARDWARE = ROOT / "configs" / "hardware" / "rtx_pro_6000.yaml"
 DEPLOYMENTS = sorted((ROOT / "configs" / "deployments").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("model", ["glm_4.5_air", "qwen3_235b_a22b", "qwen3.6_35b_a3b"])
+@pytest.mark.parametrize("model", ["glm_4.5_air", "qwen3_30b_a3b", "qwen3.6_35b_a3b"])
 def test_the_documented_table_is_the_commands(tmp_path: Path, model: str) -> None:
     for path in MODELS.glob(f"{model}_*"):
         (tmp_path / path.name).symlink_to(path)

@@ -1,22 +1,27 @@
 """ModelOpt's own exports of targets with experts, read and run."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from dequantized import dequantized
+from dequantized import dequantized, dequantized_by_modelopt
 from engines import write_tokenizer
 from random_moe import fused, glm4_moe_config, qwen3_moe_config, random_moe
 from steps import prefill
 from trtree import _core
 from trtree.build import builder
-from trtree.build.checkpoint import Checkpoint
+from trtree.build.checkpoint import Checkpoint, CheckpointError
 from trtree.build.options import BuildOptions
+from trtree.plugins.nvfp4_linear import format as nvfp4
 from trtree.runtime.engines import open_engine
+
+Prepare = Callable[[Any], None]
 
 CONFIGS = {
     "qwen3": qwen3_moe_config(moe_intermediate_size=64),
@@ -33,26 +38,92 @@ def model_of(config: dict[str, Any]) -> Any:
     return getattr(transformers, name)(settings).eval()
 
 
-def export(config: dict[str, Any], directory: Path) -> None:
+class ListedExperts(torch.nn.ModuleList):
+    """Experts as modules of their own, as transformers had them before it fused them: ModelOpt
+    exports AWQ of those alone."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for expert, mlp in enumerate(self):
+            rows, slot = (index == expert).nonzero(as_tuple=True)
+            if len(rows):
+                y.index_add_(0, rows, mlp(x[rows]) * weights[rows, slot, None].to(x.dtype))
+        return y
+
+
+def list_experts(model: Any) -> None:
+    for layer in model.model.layers:
+        fused_experts = getattr(layer.mlp, "experts", None)
+        if fused_experts is None:
+            continue
+        dense = type(model.model.layers[0].mlp)  # the first layer is
+        listed = []
+        for gate_up, down in zip(fused_experts.gate_up_proj, fused_experts.down_proj, strict=True):
+            gate, up = gate_up.chunk(2)
+            mlp = dense(model.config, intermediate_size=len(gate))
+            weights = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+            mlp.load_state_dict({f"{name}.weight": w for name, w in weights.items()})
+            listed.append(mlp.to(gate.dtype))
+        layer.mlp.experts = ListedExperts(listed)
+
+
+def scale_inputs(model: Any) -> None:
+    """What AWQ's own search, which needs a GPU, would leave."""
+    torch.manual_seed(1)
+    for module in model.modules():
+        quantizer = getattr(module, "input_quantizer", None)
+        if isinstance(module, torch.nn.Linear) and quantizer.is_enabled:
+            # At most one: what was calibrated still bounds the inputs.
+            vector = (1 + torch.rand(module.in_features)) / 2
+            quantizer.pre_quant_scale = vector.bfloat16()
+
+
+def export(
+    config: dict[str, Any],
+    directory: Path,
+    before: Prepare = lambda _: None,
+    after: Prepare = lambda _: None,
+) -> None:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.nn import QuantModuleRegistry
 
     model = model_of(config).to(torch.bfloat16)
     tensors = fused(random_moe(config, dtype=torch.bfloat16))
     model.load_state_dict(tensors, strict=False)
+    before(model)
+    blocks = {type(layer.mlp) for layer in model.model.layers}
     token_ids = torch.randint(0, 80, (4, 64), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         mtq.quantize(model, copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), lambda m: m(token_ids))
+        after(model)
         export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=str(directory))
+    # What ModelOpt took for a list of experts once, it would in later models too.
+    for block in blocks:
+        if block in QuantModuleRegistry:
+            QuantModuleRegistry.unregister(block)
     write_tokenizer(directory, config["vocab_size"])
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_an_export_is_read_and_run(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "awq"), [("qwen3", False), ("qwen3", True), ("glm", False)])
+def test_an_export_is_read_and_run(tmp_path: Path, family: str, awq: bool) -> None:
     """Its weights alone against transformers with the same weights expanded; then as it is."""
     directory = tmp_path / "checkpoint"
-    export(CONFIGS[family], directory)
+    if awq:
+        export(CONFIGS[family], directory, list_experts, scale_inputs)
+    else:
+        export(CONFIGS[family], directory)
     checkpoint = Checkpoint.open(directory)
+    scaled = [n for n in checkpoint.names() if n.endswith(".0.up_proj.pre_quant_scale")]
+    assert len(scaled) == awq
+    for name in checkpoint.names():
+        if ".experts." in name and name.endswith(".weight"):
+            module = name.removesuffix(".weight")
+            weight = checkpoint.linear([module]).weight
+            assert isinstance(weight, nvfp4.QuantizedTensor)
+            assert torch.equal(
+                nvfp4.dequantize(weight), dequantized_by_modelopt(checkpoint, module)
+            )
     theirs = model_of(CONFIGS[family]).float()
     missing, unexpected = theirs.load_state_dict(fused(dequantized(checkpoint)), strict=False)
     assert (missing, unexpected) == ([], [])
@@ -72,3 +143,13 @@ def test_an_export_is_read_and_run(tmp_path: Path, family: str) -> None:
     w4a4 = logits("cpu", None)
     difference = np.linalg.norm(w4a4 - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert 0 < np.median(difference) < 0.5  # four-bit activations
+
+
+def test_experts_with_vectors_of_their_own_are_refused(tmp_path: Path) -> None:
+    """ModelOpt averages them for the families that it knows to have experts, not for GLM."""
+    directory = tmp_path / "checkpoint"
+    export(CONFIGS["glm"], directory, list_experts, scale_inputs)
+    options = BuildOptions(checkpoint=directory, output=tmp_path / "engine")
+    name = r"model\.layers\.1\.mlp\.experts\.1\.down_proj\.pre_quant_scale"
+    with pytest.raises(CheckpointError, match=f"tensor {name} is not .* not supported"):
+        builder.describe(options)

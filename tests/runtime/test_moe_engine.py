@@ -65,7 +65,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return built
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", None])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_op_by_op(build: Build, family: str, algorithm: str | None) -> None:
     _, engine = open_engine(build(family, algorithm, "cpu"))
@@ -114,7 +114,7 @@ def load(build: Build) -> Any:
     return loaded
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"])
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(
     max_examples=20,
@@ -172,7 +172,7 @@ def test_every_instruction_set_gives_the_same_bits(load: Any, algorithm: str | N
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_executor_is_lossless(load: Any, family: str, algorithm: str) -> None:
     """Plain, chain and tree requests of one batch give the tokens that each gives alone."""

@@ -7,7 +7,8 @@ from trtree.plugins.nvfp4_linear import format as nvfp4
 
 
 def dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every tensor in float32, NVFP4 weights expanded."""
+    """Every tensor in float32, NVFP4 weights expanded, times what their inputs are scaled by:
+    without rounding of inputs that is the same."""
     tensors = {}
     for name in checkpoint.names():
         module, _, part = name.rpartition(".")
@@ -15,6 +16,30 @@ def dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
             weight = checkpoint.linear([module]).weight
             assert isinstance(weight, nvfp4.QuantizedTensor)
             tensors[name] = nvfp4.dequantize(weight)
+            if (vector := f"{module}.pre_quant_scale") in checkpoint:
+                tensors[name] *= checkpoint.tensor(vector).float()
         elif not part.endswith(("_scale", "_scale_2")):
             tensors[name] = checkpoint.tensor(name).float()
     return tensors
+
+
+def dequantized_by_modelopt(checkpoint: Checkpoint, module: str) -> torch.Tensor:
+    """The stored tensors through ModelOpt's own class."""
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+
+    stored = {
+        part: checkpoint.tensor(f"{module}.{part}")
+        for part in ("weight", "weight_scale", "weight_scale_2")
+        if f"{module}.{part}" in checkpoint
+    }
+    codes = stored["weight"]
+    if codes.dtype == torch.float8_e4m3fn:
+        tensor = FP8QTensor(codes.shape, torch.float32, codes)
+        return tensor.dequantize(dtype=torch.float32, scale=stored["weight_scale"])  # type: ignore[no-any-return]
+    tensor = NVFP4QTensor(torch.Size((codes.shape[0], 2 * codes.shape[1])), torch.float32, codes)
+    return tensor.dequantize(  # type: ignore[no-any-return]
+        dtype=torch.float32,
+        scale=stored["weight_scale"],
+        double_scale=stored["weight_scale_2"],
+        block_sizes={-1: 16},
+    )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -132,8 +133,11 @@ def random_checkpoint(
             input_scales=_scales(tensors),
         )
     )
-    for name in [n for n in quantized if awq and n.endswith(("o_proj.weight", "down_proj.weight"))]:
-        generator = torch.Generator().manual_seed(len(name))
+    scaled = re.compile(r".*(o_proj|down_proj|\.experts\.\d+\.(gate|up)_proj)\.weight")
+    for name in [n for n in quantized if awq and scaled.fullmatch(n)]:
+        # One for all experts of a layer, and for gate and up, as exporters average them.
+        shared = re.sub(r"experts\.\d+\.(gate_|up_)?", "", name)
+        generator = torch.Generator().manual_seed(len(shared))
         vector = 0.5 + torch.rand(2 * quantized[name].shape[1], generator=generator)
         quantized[name.replace(".weight", ".pre_quant_scale")] = vector.bfloat16()
     quantization = QuantizationConfig(algorithm, EXCLUDE)

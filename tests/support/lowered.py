@@ -225,7 +225,7 @@ def forced_values(
 ) -> dict[str, torch.Tensor]:
     """A reference run's tensors [rows, ...] in the layout and under the names of the
     lowered network."""
-    routed = {op.outputs[0]: op.inputs[1] for op in network.ops if op.kind == "experts_up"}
+    routed = routed_tensors(network)
     selections = {op.outputs[0] for op in network.ops if op.kind == "index_select"}
     forced = {}
     for name, value in values.items():
@@ -239,6 +239,17 @@ def forced_values(
             padded = batch.padded(value)
             forced[lowered.tensors[name]] = padded.transpose(1, 2) if value.ndim == 3 else padded
     return forced
+
+
+def routed_tensors(network: Network) -> dict[str, str]:
+    """Tensors [rows, slots, F], and the weights [rows, experts] that fill their slots."""
+    routed: dict[str, str] = {}
+    for op in network.ops:
+        if op.kind == "experts_up":
+            routed[op.outputs[0]] = op.inputs[1]
+        elif op.kind == "scale" and op.inputs[0] in routed:
+            routed[op.outputs[0]] = routed[op.inputs[0]]
+    return routed
 
 
 def by_expert(batch: Batch, value: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -198,7 +198,7 @@ void NetworkRunner::run_rows(const PlanOp& op, const StepRows& rows, int64_t beg
       return rotary_embedding(part(op.inputs[0]), angles, rope, op.heads, part(op.outputs[0]));
     }
     case OpKind::kScale:
-      return scale(part(op.inputs[0]), weights_.vector(op.weight), part(op.outputs[0]));
+      return scale(part(op.inputs[0]), weights_.vector(op.weight), op.heads, part(op.outputs[0]));
     case OpKind::kSigmoidMul:
       return sigmoid_mul(part(op.inputs[0]), part(op.inputs[1]), part(op.outputs[0]));
     case OpKind::kSiluMul:

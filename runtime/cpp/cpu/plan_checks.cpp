@@ -78,8 +78,9 @@ void check_weight_use(const Plan& plan, const PlanOp& op, const std::string& whe
     return;
   }
   if (op.kind == OpKind::kScale) {
-    require(weight.kind == WeightKind::kVector && weight.out_features == in, where,
-            "a vector of " + to_string(weight.out_features) + " over " + to_string(in));
+    require(
+        weight.kind == WeightKind::kVector && op.heads > 0 && weight.out_features * op.heads == in,
+        where, "a vector of " + to_string(weight.out_features) + " over " + to_string(in));
     return;
   }
   require(weight.kind != WeightKind::kVector, where, "a vector where a matrix is needed");

@@ -177,8 +177,13 @@ void concat(std::span<const Matrix> parts, int64_t heads, const Matrix& y) {
   }
 }
 
-void scale(const Matrix& x, const float* weight, const Matrix& y) {
-  for (int64_t r = 0; r < y.rows; ++r) scale_row(x.row(r), weight, y.width, y.row(r));
+void scale(const Matrix& x, const float* weight, int64_t heads, const Matrix& y) {
+  const int64_t width = y.width / heads;
+  for (int64_t r = 0; r < y.rows; ++r) {
+    for (int64_t h = 0; h < heads; ++h) {
+      scale_row(x.row(r) + h * width, weight, width, y.row(r) + h * width);
+    }
+  }
 }
 
 void add(const Matrix& a, const Matrix& b, const Matrix& y) {

@@ -52,8 +52,8 @@ void split_heads(const Matrix& x, int64_t heads, std::span<const Matrix> parts);
 // The parts' `heads` equal parts of a row side by side, head by head.
 void concat(std::span<const Matrix> parts, int64_t heads, const Matrix& y);
 
-// x * weight, one number per column.
-void scale(const Matrix& x, const float* weight, const Matrix& y);
+// x * weight, one number per column of each of `heads` equal parts of a row.
+void scale(const Matrix& x, const float* weight, int64_t heads, const Matrix& y);
 
 void add(const Matrix& a, const Matrix& b, const Matrix& y);
 

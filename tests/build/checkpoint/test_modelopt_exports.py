@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from dequantized import dequantized_by_modelopt
 from trtree.build.checkpoint import Checkpoint
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
@@ -86,28 +87,6 @@ def export(mtq: Any, tmp_path_factory: pytest.TempPathFactory) -> Export:
         return Checkpoint.open(directory)
 
     return export
-
-
-def dequantized_by_modelopt(checkpoint: Checkpoint, module: str) -> torch.Tensor:
-    """The stored tensors through ModelOpt's own class."""
-    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
-
-    stored = {
-        part: checkpoint.tensor(f"{module}.{part}")
-        for part in ("weight", "weight_scale", "weight_scale_2")
-        if f"{module}.{part}" in checkpoint
-    }
-    codes = stored["weight"]
-    if codes.dtype == torch.float8_e4m3fn:
-        tensor = FP8QTensor(codes.shape, torch.float32, codes)
-        return tensor.dequantize(dtype=torch.float32, scale=stored["weight_scale"])  # type: ignore[no-any-return]
-    tensor = NVFP4QTensor(torch.Size((codes.shape[0], 2 * codes.shape[1])), torch.float32, codes)
-    return tensor.dequantize(  # type: ignore[no-any-return]
-        dtype=torch.float32,
-        scale=stored["weight_scale"],
-        double_scale=stored["weight_scale_2"],
-        block_sizes={-1: 16},
-    )
 
 
 def dequantized(checkpoint: Checkpoint, modules: list[str]) -> torch.Tensor:

@@ -154,6 +154,11 @@ def test_router_logits_stay_in_float32() -> None:
             r"experts\.2\.up: the experts of a layer must be of one kind, but this is float32",
         ),
         (
+            "experts.1.gate",
+            WeightInfo("dense", (48, 32), "float32", pre_quant_scale=True),
+            r"experts\.1\.gate scales its input, experts\.0\.gate does not",
+        ),
+        (
             "experts.3.down",
             WeightInfo("nvfp4", (32, 48), "nvfp4", activations="bf16"),
             r"experts\.3\.down: .* this is nvfp4 and experts\.0\.down is bfloat16",

@@ -161,7 +161,7 @@ def test_experts_and_a_drafter_on_every_number_of_ranks(
     assert one == four
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", None])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", None])
 @pytest.mark.parametrize("config", [qwen3_moe_config, glm4_moe_config])
 def test_what_does_not_divide_evenly_is_divided_by_blocks(
     tmp_path: Path, config: Callable[..., dict[str, Any]], algorithm: str | None
