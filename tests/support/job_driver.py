@@ -214,14 +214,18 @@ def _manners(executor: ExecutorLike) -> dict[str, object]:
     reasons = []
     while responses := executor.await_responses():
         reasons += [r.finish_reason.name for r in responses if r.finished]
-    facts["reasons"] = sorted(set(reasons))
-    facts["all_ended"] = len(reasons) == len(ids)
+    cancelled = reasons.count("CANCELLED")
+    facts["cancelled"] = cancelled > 0  # a fast engine may have ended some before
+    facts["all_ended"] = cancelled + reasons.count("LENGTH") == len(reasons) == len(ids)
     tokens = sum(map(len, _outputs(executor)))
     rounds = executor.take_rounds()[-20:]
     facts["rounds"] = sum(record.emitted_tokens for record in rounds) > 0
     statistics = executor.latest_statistics()
     facts["tokens"] = tokens
-    facts["counted"] = [statistics.finished_requests, statistics.cancelled_requests == len(ids)]
+    facts["counted"] = [
+        statistics.finished_requests - reasons.count("LENGTH"),
+        statistics.cancelled_requests == cancelled,
+    ]
     executor.shutdown()
     try:
         executor.enqueue_request(long)
