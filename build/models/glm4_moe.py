@@ -45,19 +45,30 @@ class Glm4MoeConfig(Qwen3Config):
             fields["qk_norm_eps"] = None
         return cls(
             **fields,
-            routing=read_routing(
-                experts=read.positive(read.present("n_routed_experts", "num_local_experts")),
-                top_k=read.positive("num_experts_per_tok"),
-                scores="sigmoid",
-                normalize=read.flag("norm_topk_prob", True),
-                scale=read.number("routed_scaling_factor", 1.0),
-                groups=read.positive("n_group", 1),
-                top_groups=read.positive("topk_group", 1),
-            ),
-            moe_intermediate_size=read.positive("moe_intermediate_size"),
-            shared_experts=read.positive("n_shared_experts", 1),
+            **expert_fields(read, routed_scale=1.0),
             dense_layers=read.count("first_k_dense_replace", 1),
         )
+
+
+def expert_fields(read: ConfigReader, *, routed_scale: float) -> dict[str, Any]:
+    """What config.json says of routing and experts; ``routed_scale`` is the family's default.
+
+    Raises:
+        NetworkError: names the key.
+    """
+    return {
+        "routing": read_routing(
+            experts=read.positive(read.present("n_routed_experts", "num_local_experts")),
+            top_k=read.positive("num_experts_per_tok"),
+            scores="sigmoid",
+            normalize=read.flag("norm_topk_prob", True),
+            scale=read.number("routed_scaling_factor", routed_scale),
+            groups=read.positive("n_group", 1),
+            top_groups=read.positive("topk_group", 1),
+        ),
+        "moe_intermediate_size": read.positive("moe_intermediate_size"),
+        "shared_experts": read.positive("n_shared_experts", 1),
+    }
 
 
 def build(g: Graph, cfg: Glm4MoeConfig, captured_layers: Sequence[int]) -> None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from trtree.build.models.config import ConfigReader
-from trtree.build.models.glm4_moe import Glm4MoeConfig, mlp_of
-from trtree.build.models.moe import read_routing
+from trtree.build.models.glm4_moe import Glm4MoeConfig, expert_fields, mlp_of
 from trtree.build.models.qwen3 import build_decoder, decoder_fields
 from trtree.build.network.graph import Graph, Rows
 from trtree.build.network.network import NetworkError, Tensor
@@ -62,17 +61,7 @@ class GlmMoeDsaConfig(Glm4MoeConfig):
         nope_dim = read.positive("qk_nope_head_dim")
         return cls(
             **fields | {"rope": replace(fields["rope"], interleaved=True), "qk_norm_eps": None},
-            routing=read_routing(
-                experts=read.positive(read.present("n_routed_experts", "num_local_experts")),
-                top_k=read.positive("num_experts_per_tok"),
-                scores="sigmoid",
-                normalize=read.flag("norm_topk_prob", True),
-                scale=read.number("routed_scaling_factor", 2.5),
-                groups=read.positive("n_group", 1),
-                top_groups=read.positive("topk_group", 1),
-            ),
-            moe_intermediate_size=read.positive("moe_intermediate_size"),
-            shared_experts=read.positive("n_shared_experts", 1),
+            **expert_fields(read, routed_scale=2.5),
             dense_layers=_dense_layers(config, read, layers),
             q_rank=read.positive("q_lora_rank"),
             kv_rank=read.positive("kv_lora_rank"),
