@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dequantized import dequantized
+from dequantized import dequantized, dequantized_by_modelopt
 from engines import write_tokenizer
 from random_glm5 import glm5_config, random_glm5, transformers_model
 from steps import prefill
@@ -56,20 +56,6 @@ def build(export: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return built
 
 
-def modelopt_dequantized(checkpoint: Checkpoint, module: str) -> torch.Tensor:
-    """float32 [O, K], by ModelOpt itself."""
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
-
-    codes = checkpoint.tensor(f"{module}.weight")
-    shape = torch.Size((codes.shape[0], 2 * codes.shape[1]))
-    return NVFP4QTensor(shape, torch.float32, codes).dequantize(  # type: ignore[no-any-return]
-        dtype=torch.float32,
-        scale=checkpoint.tensor(f"{module}.weight_scale"),
-        double_scale=checkpoint.tensor(f"{module}.weight_scale_2"),
-        block_sizes={-1: 16},
-    )
-
-
 def test_every_quantized_module_is_stored_to_the_last_bit(export: Path, build: Any) -> None:
     """kv_b_proj dequantized, whole in both of its uses; the others in their own codes."""
     checkpoint = Checkpoint.open(export)
@@ -96,7 +82,7 @@ def test_every_quantized_module_is_stored_to_the_last_bit(export: Path, build: A
                 )
             start = sum(weight.out_sizes[index - index % per_expert : index])
             rows = slice(start, start + weight.out_sizes[index])
-            assert torch.equal(ours[rows], modelopt_dequantized(checkpoint, module)), module
+            assert torch.equal(ours[rows], dequantized_by_modelopt(checkpoint, module)), module
             compared.add(module)
     named = {n.removesuffix(".weight_scale") for n in checkpoint.names() if ".weight_scale" in n}
     assert compared == {n.removesuffix(".weight_scale_2") for n in named}

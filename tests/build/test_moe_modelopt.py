@@ -5,21 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dequantized import dequantized, dequantized_by_modelopt
 from engines import write_tokenizer
+from oracle import check_w4a4_export
 from random_moe import fused, glm4_moe_config, qwen3_moe_config, random_moe
-from steps import prefill
-from trtree import _core
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint, CheckpointError
 from trtree.build.options import BuildOptions
 from trtree.plugins.nvfp4_linear import format as nvfp4
-from trtree.runtime.engines import open_engine
 
 Prepare = Callable[[Any], None]
 
@@ -127,22 +124,7 @@ def test_an_export_is_read_and_run(tmp_path: Path, family: str, awq: bool) -> No
     theirs = model_of(CONFIGS[family]).float()
     missing, unexpected = theirs.load_state_dict(fused(dequantized(checkpoint)), strict=False)
     assert (missing, unexpected) == ([], [])
-    token_ids = torch.randint(0, 80, (40,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = theirs(token_ids[None]).logits[0].numpy()
-
-    def logits(backend: str, activations: Any) -> np.ndarray:
-        output = tmp_path / f"{backend}.{activations}"
-        options = BuildOptions(
-            checkpoint=directory, output=output, backend=backend, activations=activations
-        )
-        _, engine = open_engine(builder.write(builder.describe(options)))
-        return prefill(engine, _core.Sequence(1, 0, 0, list(range(3))), token_ids.tolist())
-
-    np.testing.assert_allclose(logits("reference", "float32"), expected, rtol=0, atol=1e-4)
-    w4a4 = logits("cpu", None)
-    difference = np.linalg.norm(w4a4 - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    assert 0 < np.median(difference) < 0.5  # four-bit activations
+    check_w4a4_export(directory, theirs, tmp_path)
 
 
 def test_experts_with_vectors_of_their_own_are_refused(tmp_path: Path) -> None:

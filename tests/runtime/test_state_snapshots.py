@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding import run
+from request_mixes import CHAIN, NO_EVICT, PLAIN, specs, tree
 from toy_engine import ToyEngine, decode
 from trtree import _core
 from trtree.runtime.executor import (
-    CapacitySchedulerPolicy,
-    DecodingMode,
     Executor,
     ExecutorConfig,
     KvCacheConfig,
@@ -19,14 +18,6 @@ from trtree.runtime.executor import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-
-PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
-CHAIN = SpeculativeConfig(DecodingMode.CHAIN)
-NO_EVICT = SchedulerConfig(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT)
-
-
-def tree(budget: int) -> SpeculativeConfig:
-    return SpeculativeConfig(tree_budget=budget)
 
 
 def executor_of(engine: _core.Engine, interval: int = 4, **config: object) -> Executor:
@@ -39,19 +30,6 @@ def cached(executor: Executor, prompt: list[int], mode: SpeculativeConfig = PLAI
     [(tokens, last)] = run(executor, [Request(prompt, 3, speculative=mode)])
     assert tokens == decode(prompt, 3, 13)
     return last.statistics.cached_tokens
-
-
-# Prompts that share beginnings of several lengths.
-prompts = st.builds(
-    lambda shared, own: [i % 5 for i in range(shared)] + own,
-    st.integers(0, 40),
-    st.lists(st.integers(0, 12), min_size=1, max_size=12),
-)
-specs = st.lists(
-    st.tuples(prompts, st.integers(1, 24), st.sampled_from([PLAIN, CHAIN, tree(3), tree(16)])),
-    min_size=1,
-    max_size=12,
-)
 
 
 @settings(max_examples=60, deadline=None)
