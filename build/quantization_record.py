@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trtree.build.checkpoint import Checkpoint
+from trtree.build.checkpoint.headers import is_factor
 from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
 from trtree.build.checkpoint.scheme import ALGORITHMS
 from trtree.build.network.network import DType, Owner, Weight
@@ -78,6 +79,7 @@ def _linears(checkpoint: Checkpoint, owner: Owner, weights: Iterable[Weight]) ->
         for weight in weights
         if weight.owner == owner and len(weight.shape) > 1
         for module in weight.modules
+        if not is_factor(module)
     }
     infos = [checkpoint.linear_info(module) for module in modules]
     kinds = (info.algorithm or str(info.dtype).removeprefix("torch.") for info in infos)

@@ -19,6 +19,7 @@ from trtree.build.checkpoint.scheme import (
     FP8_BLOCK,
     MIXED,
     MODELOPT,
+    SVD,
     QuantizationConfig,
 )
 from trtree.plugins.nvfp4_linear.format import BLOCK
@@ -33,7 +34,6 @@ _UNSUPPORTED = {
     "FP8_PB_WO",
     "MXFP4",
     "MXFP8",
-    "NVFP4_SVD",
     "W4A16_AWQ",
     "W4A8_AWQ",
     "W4A8_MXFP4_FP8",
@@ -110,7 +110,7 @@ def _from_inline(data: Any, where: str) -> _Facts:
     groups = data.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise CheckpointError(f"{where}: config_groups must be an object of objects")
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+    if algorithm in ("NVFP4", "W4A16_NVFP4", SVD):
         for name, group in groups.items():
             _check_activations(algorithm, group, f"{where}: config_groups.{name}")
     sizes = {

@@ -10,6 +10,7 @@ from trtree.build.checkpoint.patterns import matcher
 MIXED = "MIXED_PRECISION"
 # FP8 in blocks of 128 x 128, as transformers, DeepSeek and Qwen write it ("fp8").
 FP8_BLOCK = "FP8_BLOCK"
+SVD = "NVFP4_SVD"
 Layout = Literal["modelopt", "compressed-tensors"]
 
 
@@ -25,11 +26,12 @@ class Algorithm(NamedTuple):
 
 
 # By ModelOpt's names, but for FP8_BLOCK. NVFP4_AWQ is NVFP4 whose inputs are scaled per
-# feature first.
+# feature first; NVFP4_SVD has low-rank factors beside that (SVDQuant), which it adds in floats.
 ALGORITHMS = {
     "NVFP4": Algorithm("nvfp4", "nvfp4"),
     "W4A16_NVFP4": Algorithm("nvfp4", "bf16"),
     "NVFP4_AWQ": Algorithm("nvfp4", "nvfp4"),
+    SVD: Algorithm("nvfp4", "nvfp4"),
     "FP8": Algorithm("fp8", None),
     "FP8_PER_CHANNEL_PER_TOKEN": Algorithm("fp8", None),
     FP8_BLOCK: Algorithm("fp8", None),

@@ -18,6 +18,7 @@ import torch
 from trtree.build.checkpoint import LinearWeight
 from trtree.build.lowering.division import (
     ON_PARTS,
+    ROUTED,
     SEGMENTS,
     Division,
     Heads,
@@ -280,7 +281,7 @@ class _NetworkShard:
 
     def _add(self, op: Op) -> None:
         # Every rank knows of every row which experts it goes to.
-        operands = op.inputs[:1] if op.kind == "experts_down" else op.inputs
+        operands = op.inputs[:1] if op.kind in ROUTED else op.inputs
         divided = [
             name in self._divided for name in operands if self._whole.tensors[name].dtype != "int32"
         ]

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from trtree.build.network.graph_core import GraphCore, static
 from trtree.build.network.network import NetworkError, Tensor, Weight
-from trtree.build.network.weight_source import Parallel
+from trtree.build.network.weight_source import Parallel, WeightInfo
 from trtree.plugins.moe.contract import Routing
 
 
@@ -39,10 +40,11 @@ class ExpertOps(GraphCore):
 
         ``modules`` lists gate and up of each expert in turn. Slot j is that of the row's
         j-th expert by rising id, among those with a weight in ``weights`` [rows, experts].
+        Where experts scale x each in its own way, the op reads a row per slot.
         """
         in_features = static(x.shape[-1], f"{modules[0]}: in_features")
         weight = self._stack(modules, [intermediate] * 2, in_features, weights)
-        x = self._scaled_input(modules, x, in_features, None)
+        x = self._scaled_input("experts.up", modules, x, weights, slots, None)
         shape = (x.shape[0], slots, intermediate)
         attrs = {"slots": slots, "parallel": "column"}
         return self._op(
@@ -56,7 +58,8 @@ class ExpertOps(GraphCore):
         down(h) of each row's experts, times their ``weights`` [rows, experts]."""
         in_features = static(h.shape[-1], f"{modules[0]}: in_features")
         weight = self._stack(modules, [hidden], in_features, weights)
-        h = self._scaled_input(modules, h, in_features, "row")
+        slots = static(h.shape[1], f"{modules[0]}: slots")
+        h = self._scaled_input("experts.down", modules, h, weights, slots, "row")
         shape = (h.shape[0], hidden)
         attrs = {"parallel": "row"}
         return self._op(
@@ -64,14 +67,51 @@ class ExpertOps(GraphCore):
         )[0]
 
     def _scaled_input(
-        self, modules: Sequence[str], x: Tensor, features: int, parallel: Parallel | None
+        self,
+        name: str,
+        modules: Sequence[str],
+        x: Tensor,
+        weights: Tensor,
+        slots: int,
+        parallel: Parallel | None,
     ) -> Tensor:
-        """x as its linears take it: all experts of a layer share their vector, if they have
-        one (``checkpoint.expert_scales`` sees to that)."""
-        (info,) = self._infos(modules[:1], [1], features, self._owner)
-        if not info.pre_quant_scale:
+        """x [rows, features] or [rows, slots, features] as the linears take it: times the vector
+        that all experts of the layer share, or times each slot's expert's [rows, slots, features].
+
+        Raises:
+            NetworkError: the linears of one expert scale it by different vectors.
+        """
+        experts = static(weights.shape[1], f"{name}: experts")
+        features, each = static(x.shape[-1], name), len(modules) // experts
+        infos = self._infos(modules, [1] * len(modules), features, self._owner)
+        vectors = [info.pre_quant_scale for info in infos]
+        for index, vector in enumerate(vectors):
+            if vector != vectors[index // each * each]:
+                raise NetworkError(
+                    f"{self._path(modules[index])} scales its input by another vector than "
+                    f"{self._path(modules[index // each * each])}: the linears of one expert that "
+                    "read the same must scale it alike; export again"
+                )
+        if vectors[0] is None:
             return x
-        return self._scale(modules[0], x, features, self._owner, parallel)
+        if len(set(vectors)) == 1:
+            return self._scale(modules[0], x, features, self._owner, parallel)
+        paths = tuple(self._path(f"{module}.pre_quant_scale") for module in modules[::each])
+        info = WeightInfo("dense", (features,), "float32")
+        shape, sizes = (experts * features,), [features] * experts
+        stacked = f"{self._path(name)}.pre_quant_scale"
+        weight = self._add_weight(stacked, paths, shape, sizes, info, self._owner)
+        attrs: dict[str, Any] = {"slots": slots}
+        attrs |= {"parallel": "column"} if parallel == "row" else {}
+        scaled = (x.shape[0], slots, features)
+        return self._op(
+            "experts_scale",
+            f"{name}.pre_quant_scale",
+            [x, weights],
+            [scaled],
+            weights=[weight],
+            attrs=attrs,
+        )[0]
 
     def _stack(
         self, modules: Sequence[str], sizes: Sequence[int], in_features: int, weights: Tensor
@@ -91,11 +131,16 @@ class ExpertOps(GraphCore):
         first = infos[0]
         paths = tuple(self._path(module) for module in modules)
         for path, info in zip(paths, infos, strict=True):
-            if info.pre_quant_scale != first.pre_quant_scale:
+            if (info.pre_quant_scale is None) != (first.pre_quant_scale is None):
                 raise NetworkError(
                     f"{path if info.pre_quant_scale else paths[0]} scales its input, "
-                    f"{paths[0] if info.pre_quant_scale else path} does not: the experts of a "
-                    "layer must do so alike; export again"
+                    f"{paths[0] if info.pre_quant_scale else path} does not: either all experts "
+                    "of a layer do, or none; export again"
+                )
+            if info.low_rank is not None:
+                raise NetworkError(
+                    f"{path}: experts with low-rank factors (NVFP4_SVD) are not supported; leave "
+                    "experts out of SVDQuant (skip_layers), or export them as NVFP4_AWQ"
                 )
             if not info.is_like(first):
                 raise NetworkError(

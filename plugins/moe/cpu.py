@@ -73,6 +73,24 @@ def pack_dense(
     return _core.moe.dense_experts(packed, dtype, len(weights), rows, k, bounds)
 
 
+def experts_scale(
+    x: FloatArray,
+    weights: FloatArray,
+    vectors: FloatArray,
+    slots: int,
+    *,
+    parallel: _core.Parallel = _SERIAL,
+) -> FloatArray:
+    """x [rows, K] or [rows, slots, K] times the vectors [experts, K] of each row's experts
+    -> [rows, slots, K].
+
+    Raises:
+        ValueError: shapes do not fit, or a row has more experts than slots.
+    """
+    y: FloatArray = _core.moe.scale(x, weights, vectors, slots, parallel)
+    return y
+
+
 def experts_up(
     experts: _core.moe.Experts,
     x: FloatArray,
@@ -82,7 +100,7 @@ def experts_up(
     parallel: _core.Parallel = _SERIAL,
     isa: str = "",
 ) -> FloatArray:
-    """x [rows, K], weights [rows, experts] -> silu(gate) * up [rows, slots, I].
+    """x [rows, K] or [rows, slots, K], weights [rows, experts] -> silu(gate) * up [rows, slots, I].
 
     Raises:
         ValueError: shapes do not fit, or a row has more experts than slots.

@@ -86,11 +86,23 @@ def _largest(low: Lowering, name: str, scores: Any, size: int, count: int) -> An
     return emit.binary(name, "OR", above, emit.binary(f"{name}.tied", "AND", equal, fits))
 
 
+def experts_scale(low: Lowering, op: Op, x: Values) -> Values:
+    """x [B, W, K] or [E, B * W, K] times each expert's vector -> [E, B * W, K]."""
+    emit = low.emit
+    low.inherit(op)
+    experts = int(low.network.tensors[op.inputs[1]].shape[1])
+    vectors = emit.shuffle("vectors", low.constant(op, "weight"), (experts, 1, -1))
+    in_slots = len(low.network.tensors[op.inputs[0]].shape) == 3
+    rows = x[0] if in_slots else emit.shuffle("flat", x[0], (1, -1, int(x[0].shape[-1])))
+    return [low.rounded(emit.binary("scaled", "PROD", emit.wide(rows), vectors))]
+
+
 def experts_up(low: Lowering, op: Op, x: Values) -> Values:
-    """x [B, W, K] -> h [E, B * W, I]."""
+    """x [B, W, K], or [E, B * W, K] -> h [E, B * W, I]."""
     emit = low.emit
     weight = low.network.weights[op.weights[0]]
-    flat = emit.shuffle("flat", x[0], (1, -1, weight.shape[-1]))
+    in_slots = len(low.network.tensors[op.inputs[0]].shape) == 3
+    flat = x[0] if in_slots else emit.shuffle("flat", x[0], (1, -1, weight.shape[-1]))
     both = low.rounded(_product(low, op, flat))
     if low.ranks > 1:
         low.sharded.update(op.outputs)

@@ -62,7 +62,7 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
             if op.weights and network.weights[op.weights[0]].activations == "nvfp4":
                 live[name] *= 2  # W4A4 products come out in float32
         passing = 0
-        if op.kind in ("experts_up", "experts_down"):
+        if op.kind in ("experts_scale", "experts_up", "experts_down"):
             passing, result = _of_every_expert(network, op, profile, encoding)
             live[op.outputs[0]] = result or live[op.outputs[0]]
         peak = max(peak, sum(live.values()) + passing)
@@ -73,10 +73,14 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
 def _of_every_expert(
     network: Network, op: Op, profile: Profile, encoding: Encoding
 ) -> tuple[int, int]:
-    """All experts compute all rows: their products in float32, and what ``experts_up`` makes
-    of them in bf16 (0 for ``experts_down``, which sums them)."""
+    """All experts compute all rows: their products in float32, and what ``experts_up`` or
+    ``experts_scale`` makes of them in bf16 (0 for ``experts_down``, which sums them)."""
     weight = network.weights[op.weights[0]]
     rows = profile.sizes[BATCH][2] * profile.sizes[ROWS][2]
+    if op.kind == "experts_scale":  # its weight is a vector for each
+        numbers = rows * weight.shape[0]
+        ranks = encoding.shard.size if op.attrs.get("parallel") else 1
+        return 4 * numbers // ranks, 2 * numbers // ranks
     numbers = rows * weight.experts * weight.shape[1]
     if op.kind == "experts_down":
         return 4 * numbers, 0

@@ -234,6 +234,9 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kExpertsDown:
       experts_down(op);
       break;
+    case OpKind::kExpertsScale:
+      experts_scale(op);
+      break;
     case OpKind::kExpertsUp:
       experts_up(op);
       break;
@@ -316,10 +319,20 @@ void NetworkRunner::route(const PlanOp& op) {
              weights.data, weights.stride, parallel_);
 }
 
+void NetworkRunner::experts_scale(const PlanOp& op) {
+  const Matrix x = tensor(op.inputs[0]), weights = tensor(op.inputs[1]), y = tensor(op.outputs[0]);
+  moe::scale({{x.data, x.stride}, x.width == y.width}, {weights.data, weights.stride}, x.rows,
+             weights.width, op.heads, weights_.vector(op.weight), y.width / op.heads, y.data,
+             parallel_);
+}
+
 void NetworkRunner::experts_up(const PlanOp& op) {
   const Matrix x = tensor(op.inputs[0]), weights = tensor(op.inputs[1]);
-  expert_rows_.up(weights_.experts(op.weight), {x.data, x.stride}, {weights.data, weights.stride},
-                  x.rows, op.heads, tensor(op.outputs[0]).data, parallel_, isa_);
+  const moe::Experts& experts = weights_.experts(op.weight);
+  const bool in_slots = x.width > experts.in_features();
+  const int64_t stride = in_slots ? experts.in_features() : x.stride;
+  expert_rows_.up(experts, {{x.data, stride}, in_slots}, {weights.data, weights.stride}, x.rows,
+                  op.heads, tensor(op.outputs[0]).data, parallel_, isa_);
 }
 
 void NetworkRunner::experts_down(const PlanOp& op) {

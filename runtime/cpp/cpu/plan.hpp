@@ -20,6 +20,7 @@ enum class OpKind {
   kConcat,
   kEmbedding,
   kExpertsDown,
+  kExpertsScale,
   kExpertsUp,
   kGatedDeltaNet,
   kGatherRows,

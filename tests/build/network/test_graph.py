@@ -155,7 +155,7 @@ def test_router_logits_stay_in_float32() -> None:
         ),
         (
             "experts.1.gate",
-            WeightInfo("dense", (48, 32), "float32", pre_quant_scale=True),
+            WeightInfo("dense", (48, 32), "float32", pre_quant_scale="s"),
             r"experts\.1\.gate scales its input, experts\.0\.gate does not",
         ),
         (
@@ -253,7 +253,7 @@ def test_head_linear_stores_one_dense_weight_for_both_parts() -> None:
     assert (weight.kind, weight.dtype, weight.shape) == ("dense", "float32", (160, 32))
     with pytest.raises(NetworkError, match="heads of 16, its value part takes 32"):
         g.head_linear("kv_b_proj", q, "value", **sizes)
-    scaled = graph(kv_b_proj=replace(quantized, pre_quant_scale=True))
+    scaled = graph(kv_b_proj=replace(quantized, pre_quant_scale="s"))
     x = scaled.input("q", ("rows", 4, 16), "float32")
     with pytest.raises(NetworkError, match="pre_quant_scale is not supported"):
         scaled.head_linear("kv_b_proj", x, "key", **sizes)
