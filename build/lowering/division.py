@@ -99,14 +99,16 @@ def vocabulary_bounds(size: int, ranks: int) -> list[int]:
 
 # Ops that run on a rank's own heads or features as they do on all of them.
 ON_PARTS = frozenset(
-    {"add", "causal_conv", "concat", "experts_down", "experts_scale", "gated_delta_net"}
-    | {"head_linear", "kv_append", "latent_attention", "linear", "reshape", "rms_norm"}
-    | {"rotary_embedding", "scale", "sigmoid_mul", "silu_mul", "split", "tree_attention"}
+    {"add", "causal_conv", "concat", "experts_down", "experts_linear", "experts_scale"}
+    | {"experts_up", "gated_delta_net", "head_linear", "kv_append", "latent_attention"}
+    | {"linear", "reshape", "rms_norm", "rotary_embedding", "scale", "sigmoid_mul"}
+    | {"silu_mul", "split", "tree_attention"}
 )
 # Ops whose results are laid out by the heads that their operands are.
 _LAID_OUT_ALIKE = frozenset({"add", "concat", "reshape", "split"})
-# Ops whose second operand is the weights of every expert, which no rank has in part.
-ROUTED = frozenset({"experts_down", "experts_scale"})
+# Ops whose first operand alone tells whether they run on a part: no rank has the weights of
+# experts in part, and what factors add to experts_up is divided as its result is.
+ROUTED = frozenset({"experts_down", "experts_linear", "experts_scale", "experts_up"})
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,9 @@ class Division:
         Raises:
             NetworkError: it does not divide, or not at the ends of heads.
         """
+        if op.kind == "experts_linear":
+            parts = self.rows(self.network.weights[op.weights[0]])
+            return Tensor(tensor.name, (*tensor.shape[:2], sum(map(len, parts))), tensor.dtype)
         in_slots = op.kind in ("scale", "experts_scale") and len(tensor.shape) == 3
         if op.kind == "experts_up" or in_slots:  # [rows, slots, intermediate]
             *axes, features = tensor.shape

@@ -150,7 +150,12 @@ def _experts_scale(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext
 
 
 def _experts_up(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
-    return [moe.experts_up(x[0], x[1], net.experts(op), op.attrs["slots"])]
+    added = x[2] if len(x) > 2 else None
+    return [moe.experts_up(x[0], x[1], net.experts(op), op.attrs["slots"], added)]
+
+
+def _experts_linear(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [moe.experts_linear(x[0], x[1], net.experts(op), op.attrs["slots"])]
 
 
 def _experts_down(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
@@ -330,6 +335,7 @@ _OPS: dict[str, OpFunction] = {
     "concat": _concat,
     "embedding": _embedding,
     "experts_down": _experts_down,
+    "experts_linear": _experts_linear,
     "experts_scale": _experts_scale,
     "experts_up": _experts_up,
     "gated_delta_net": _gated_delta_net,

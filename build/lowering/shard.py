@@ -288,7 +288,8 @@ class _NetworkShard:
         use = self._division.uses[op.name]
         if any(divided) and not (all(divided) and op.kind in ON_PARTS):
             raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
-        if op.kind in ("linear", "experts_down") and any(divided) != (use == "row"):
+        by_columns = op.kind in ("linear", "experts_down", "experts_linear")
+        if by_columns and any(divided) != (use == "row"):
             raise NetworkError(
                 f"{op.name}: its input is {'divided' if any(divided) else 'whole'}, but it is "
                 f"{'row' if use == 'row' else 'not row'}-parallel"

@@ -25,6 +25,7 @@ OP_KINDS = frozenset(
         "concat",
         "embedding",
         "experts_down",
+        "experts_linear",
         "experts_scale",
         "experts_up",
         "gated_delta_net",

@@ -91,21 +91,44 @@ def experts_scale(
     return y
 
 
+def experts_linear(
+    experts: _core.moe.Experts,
+    x: FloatArray,
+    weights: FloatArray,
+    slots: int,
+    *,
+    partial_sums: bool = False,
+    parallel: _core.Parallel = _SERIAL,
+    isa: str = "",
+) -> FloatArray:
+    """x [rows, K] or [rows, slots, K], weights [rows, experts] -> [rows * slots, O] by each
+    slot's expert, or the segments' sums [rows * slots, segments, O].
+
+    Raises:
+        ValueError: shapes do not fit, or a row has more experts than slots.
+    """
+    y: FloatArray = _core.moe.linear(experts, x, weights, slots, partial_sums, parallel, isa)
+    return y
+
+
 def experts_up(
     experts: _core.moe.Experts,
     x: FloatArray,
     weights: FloatArray,
     slots: int,
+    added: FloatArray | None = None,
     *,
     parallel: _core.Parallel = _SERIAL,
     isa: str = "",
 ) -> FloatArray:
     """x [rows, K] or [rows, slots, K], weights [rows, experts] -> silu(gate) * up [rows, slots, I].
 
+    ``added`` [rows, slots, 2 I] is added to gate and up first.
+
     Raises:
         ValueError: shapes do not fit, or a row has more experts than slots.
     """
-    h: FloatArray = _core.moe.up(experts, x, weights, slots, parallel, isa)
+    h: FloatArray = _core.moe.up(experts, x, weights, slots, added, parallel, isa)
     return h
 
 

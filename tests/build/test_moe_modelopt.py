@@ -88,17 +88,17 @@ def export(
     write_tokenizer(directory, config["vocab_size"])
 
 
-@pytest.mark.parametrize("awq", [False, True])
+@pytest.mark.parametrize(
+    "algorithm", ["NVFP4_DEFAULT_CFG", "NVFP4_AWQ_LITE_CFG", "NVFP4_SVDQUANT_DEFAULT_CFG"]
+)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_an_export_is_read_and_run(tmp_path: Path, family: str, awq: bool) -> None:
+def test_an_export_is_read_and_run(tmp_path: Path, family: str, algorithm: str) -> None:
     """Its weights alone against transformers with the same weights expanded; then as it is."""
     directory = tmp_path / "checkpoint"
-    if awq:
-        export(CONFIGS[family], directory, "NVFP4_AWQ_LITE_CFG", list_experts)
-    else:
-        export(CONFIGS[family], directory)
+    plain = algorithm == "NVFP4_DEFAULT_CFG"
+    export(CONFIGS[family], directory, algorithm, (lambda _: None) if plain else list_experts)
     checkpoint = Checkpoint.open(directory)
-    if awq:
+    if "AWQ" in algorithm:
         check_vectors(checkpoint, family)
     for name in checkpoint.names():
         if ".experts." in name and name.endswith(".weight"):

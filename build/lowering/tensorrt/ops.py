@@ -12,6 +12,7 @@ from trtree.build.lowering.tensorrt.branch import causal_conv, gated_delta_net
 from trtree.build.lowering.tensorrt.context import Lowering, OpFunction
 from trtree.build.lowering.tensorrt.experts import (
     experts_down,
+    experts_linear,
     experts_scale,
     experts_up,
     route,
@@ -132,7 +133,9 @@ SHARDABLE = frozenset(
         "causal_conv",
         "concat",
         "experts_down",
+        "experts_linear",
         "experts_scale",
+        "experts_up",
         "gated_delta_net",
         "head_linear",
         "kv_append",
@@ -157,6 +160,7 @@ OPS: dict[str, OpFunction] = {
     "concat": _concat,
     "embedding": _embedding,
     "experts_down": experts_down,
+    "experts_linear": experts_linear,
     "experts_scale": experts_scale,
     "experts_up": experts_up,
     "gated_delta_net": gated_delta_net,

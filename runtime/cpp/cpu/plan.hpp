@@ -20,6 +20,7 @@ enum class OpKind {
   kConcat,
   kEmbedding,
   kExpertsDown,
+  kExpertsLinear,
   kExpertsScale,
   kExpertsUp,
   kGatedDeltaNet,
