@@ -8,7 +8,7 @@ from typing import Any
 from trtree.build.checkpoint import Checkpoint
 from trtree.build.checkpoint.headers import is_factor
 from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
-from trtree.build.checkpoint.scheme import ALGORITHMS
+from trtree.build.checkpoint.scheme import ALGORITHMS, W4A8
 from trtree.build.network.network import DType, Owner, Weight
 from trtree.build.source import BuildSource, SourceWithWeights
 
@@ -62,6 +62,8 @@ def warn_of_differences(record: dict[str, Any] | None, owner: str) -> None:
             count,
             name,
         )
+    if count := record.get("linears", {}).get(W4A8):
+        log.warning("%s: the inputs of %d %s linears are not rounded to FP8", owner, count, W4A8)
     if (kv := record["kv_cache"]) is not None:
         log.warning(
             "%s: its KV cache was calibrated for %s; this engine keeps it in %s and leaves %d "

@@ -178,7 +178,7 @@ def _activations(
     if asked == "nvfp4" and own != "nvfp4":
         raise CheckpointError(
             f"activations nvfp4: {module} is {quantization.algorithm_of(module)}, so it has no "
-            f"input_scale; use --activations {own}, or a checkpoint that is NVFP4"
+            f"input_scale for NVFP4; use --activations {own}, or a checkpoint that is NVFP4"
         )
     return asked or own
 

@@ -18,6 +18,7 @@ from trtree.build.checkpoint.scheme import (
     MODELOPT,
     SVD,
     QuantizationConfig,
+    group_sizes,
 )
 from trtree.build.checkpoint.shard import TensorInfo
 from trtree.plugins.nvfp4_linear import format as nvfp4
@@ -303,7 +304,8 @@ def _describe_nvfp4(
         )
     rows, columns = weight.shape[0], weight.shape[1] * 2
     scale = f"{module}.{names.block_scale}"
-    _expect(scale, tensors[scale], [(rows, columns // nvfp4.BLOCK)], (FP8,))
+    groups = [size for size in group_sizes(algorithm) if columns % size == 0]
+    _expect(scale, tensors[scale], [(rows, columns // size) for size in groups], (FP8,))
     for part in names[2:4]:
         if (info := tensors.get(f"{module}.{part}")) is not None:
             _expect(f"{module}.{part}", info, [(), (1,)], (torch.float32,))

@@ -159,6 +159,9 @@ def _load_nvfp4(checkpoint: Tensors, module: str) -> nvfp4.QuantizedTensor:
             f"of {raw.numel()} (first: {block_scale[raw > 0x80][0].item()}); export again"
         )
     codes = checkpoint.tensor(f"{module}.{names.codes}")
+    if (blocks := 2 * codes.shape[1] // (nvfp4.BLOCK * block_scale.shape[1])) > 1:
+        # Of larger groups: every block of 16 has its group's.
+        block_scale = raw.repeat_interleave(blocks, dim=1).view(FP8)
     return nvfp4.QuantizedTensor(codes, block_scale, global_scale)
 
 

@@ -44,5 +44,5 @@ def dequantized_by_modelopt(checkpoint: Checkpoint, module: str) -> torch.Tensor
         dtype=torch.float32,
         scale=stored["weight_scale"],
         double_scale=stored["weight_scale_2"],
-        block_sizes={-1: 16},
+        block_sizes={-1: 2 * codes.shape[1] // stored["weight_scale"].shape[1]},
     )

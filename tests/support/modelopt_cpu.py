@@ -14,15 +14,20 @@ from trtree.plugins.nvfp4_linear import format as nvfp4
 _NAME = "trtree_cpu"
 
 
-def on_cpu(config: dict[str, Any], *, rank: int | None = None) -> dict[str, Any]:
-    """One of ModelOpt's NVFP4 configurations; rank: of SVDQuant's factors, if not its default."""
+def on_cpu(
+    config: dict[str, Any], *, rank: int | None = None, inputs: bool = True
+) -> dict[str, Any]:
+    """One of ModelOpt's NVFP4 configurations. rank: of SVDQuant's factors, if not its default.
+    inputs: whether those are NVFP4 as well."""
     from modelopt.torch.quantization.nn.modules import tensor_quantizer
 
     if not tensor_quantizer.is_registered_quant_backend(_NAME):
         tensor_quantizer.register_quant_backend(_NAME, rounded)
     config = copy.deepcopy(config)
     for entry in config["quant_cfg"]:
-        if isinstance(entry.get("cfg"), dict):
+        if isinstance(entry.get("cfg"), dict) and (
+            inputs or "input" not in entry["quantizer_name"]
+        ):
             entry["cfg"]["backend"] = _NAME
     if rank is not None:
         config["algorithm"] |= {"lowrank": rank}
