@@ -215,10 +215,25 @@ def describe_source(
         top_k=top_k,
         max_seq_len=_max_seq_len(options, target.max_position_embeddings),
     )
+    _check_activations(description)
     if not options.on_tensorrt:
         for rank in range(options.tp):
             description.rank(rank)  # refuses what does not divide
     return description
+
+
+def _check_activations(description: EngineDescription) -> None:
+    """What is asked for must round something: dense weights take their inputs as they are."""
+    asked = description.options.activations
+    if asked is None or description.activations != "none":
+        return
+    what = f"activations {asked}: no linear of {description.options.checkpoint} is NVFP4"
+    if asked == "nvfp4":
+        raise OptionError(
+            f"{what}, so no input can be rounded; leave the option out, or use a checkpoint that "
+            "is NVFP4"
+        )
+    log.warning("%s: the option has no effect", what)
 
 
 def write(

@@ -79,8 +79,8 @@ def inspect(directory: Path) -> Inspection:
 
 def _family(checkpoint: Checkpoint, problems: list[str]) -> Iterator[Row]:
     """The architecture, and whether it can be built."""
-    names = checkpoint.config.get("architectures") or ["none named"]
-    name = str(names[0])
+    names = checkpoint.config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "none named"
     if name in FAMILIES:
         yield "family", f"{name}: can be built"
         try:

@@ -297,7 +297,7 @@ def _describe_nvfp4(
     takes_inputs = ALGORITHMS[algorithm].activations == "nvfp4"
     for part in names[1:4] if takes_inputs else names[1:3]:
         _needed(tensors, module, part, weight, algorithm)
-    if len(weight.shape) != 2 or weight.shape[1] * 2 % nvfp4.BLOCK:
+    if len(weight.shape) != 2 or not weight.shape[1] or weight.shape[1] * 2 % nvfp4.BLOCK:
         raise CheckpointError(
             f"{weight.file}: tensor {module}.{names.codes} has shape {list(weight.shape)}, "
             f"expected [out_features, in_features / 2] with in_features a multiple of {nvfp4.BLOCK}"
