@@ -16,6 +16,7 @@ from trtree.build.checkpoint import (
     Checkpoint,
     CheckpointError,
     dflash_config,
+    headers,
     speculators,
 )
 from trtree.build.checkpoint.dflash_config import DrafterConfig
@@ -148,6 +149,13 @@ def describe(options: BuildOptions) -> EngineDescription:
         drafter = dflash_config.read_drafter(source.drafter)
         speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
+    if layer := headers.scaled_for_one_expert(source.target.names()):
+        log.warning(
+            "%s: the vector of its shared expert is in the norm before, which the router and the "
+            "other experts read as well, and those were exported as if it were not: so ModelOpt "
+            "0.47 writes NVFP4_AWQ; expect answers to suffer, and prefer NVFP4 or NVFP4_SVD",
+            layer,
+        )
     for owner in description.owners():
         check_coverage(description, owner, source.checkpoint(owner))
         _check_biases(description, owner)

@@ -146,6 +146,19 @@ def describe(
     return info
 
 
+def scaled_for_one_expert(names: Sequence[str]) -> str | None:
+    """The first MLP whose experts each scale their input, but for the shared one, whose vector
+    its exporter therefore folded into the norm that all of them read."""
+    present = set(names)
+    for name in names:
+        mlp, shared, scale = name.rpartition(".shared_expert")
+        if shared and scale.endswith("up_proj.weight_scale_2"):
+            own = f"{name.removesuffix('weight_scale_2')}{PRE_QUANT_SCALE}"
+            if own not in present and f"{mlp}.experts.0.up_proj.{PRE_QUANT_SCALE}" in present:
+                return mlp
+    return None
+
+
 def check_quantized_modules(
     tensors: Mapping[str, TensorInfo], quantization: QuantizationConfig | None
 ) -> None:
