@@ -85,16 +85,19 @@ def idle(job: Job, args: argparse.Namespace) -> None:
 
 
 def serve(job: Job, args: argparse.Namespace) -> None:
-    """Decode until SIGTERM, as a server does."""
+    """Decode until SIGTERM, as a server does; says so when every executor has decoded."""
     if not job.is_leader:
         job.work()
         return
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    report(serving=True)
+    started = False
     while not stopped.is_set():
         for executor in job.executors:
             _outputs(executor)
+        if not started:
+            report(serving=True)
+            started = True
 
 
 def wait(job: Job, args: argparse.Namespace) -> None:
