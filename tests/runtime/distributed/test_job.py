@@ -197,7 +197,8 @@ def test_a_launcher_that_is_not_mpi4pys_is_named(
 ) -> None:
     """As where one MPI's mpirun starts ranks whose mpi4py belongs to another, or is missing."""
     program = (
-        f"import runpy, sys; sys.argv[1:] = [{str(demo_engine(tp=2))!r}, 'generate']; {before}\n"
+        f"import runpy, sys; sys.path.insert(0, {str(DRIVER.parent)!r}); {before}\n"
+        f"sys.argv[1:] = [{str(demo_engine(tp=2))!r}, 'generate']\n"
         f"runpy.run_path({str(DRIVER)!r}, run_name='__main__')"
     )
     refused = subprocess.run(
