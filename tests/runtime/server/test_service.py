@@ -109,6 +109,7 @@ def test_refusals(serve: Callable[..., Service]) -> None:
             service.submit(Submission(request([VOCAB])), print)
         chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
         handles = [service.submit(Submission(request([1])), chunks.put)]
+        assert engine.waiting.wait(60)  # the first one runs
         with pytest.raises(QueueFullError, match="max_queue_size is 2"):
             for _ in range(4):  # one runs, two wait
                 handles.append(service.submit(Submission(request([1])), chunks.put))
