@@ -5,7 +5,7 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from trtree.runtime.triton_repo.repository import IN_ENGINE, write_into_engine
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 ERRORS = (CheckpointError, NetworkError, OptionError, EngineDirError, RequestError)
+Add = Callable[..., Any]  # of an ArgumentParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -187,6 +188,16 @@ def _parser() -> argparse.ArgumentParser:
         "143 terminated.",
     )
     add = parser.add_argument
+    _add_inputs(add)
+    _add_target_machine(add)
+    _add_tree(add)
+    _add_numbers(add)
+    _add_sizes(add)
+    _add_other_actions(add)
+    return parser
+
+
+def _add_inputs(add: Add) -> None:
     add("--version", action="version", version=f"trtree {version('trtree')}")
     add(
         "--config",
@@ -209,6 +220,9 @@ def _parser() -> argparse.ArgumentParser:
         help="engine directory to write (default: engines/demo)",
     )
     add("--force", action="store_true", help="replace an engine that is already there")
+
+
+def _add_target_machine(add: Add) -> None:
     add(
         "--backend",
         choices=BACKENDS,
@@ -228,6 +242,9 @@ def _parser() -> argparse.ArgumentParser:
         "project's kernels over KV pages (plugin: backend tensorrt only, one SM; not yet run on a "
         "GPU; default: native)",
     )
+
+
+def _add_tree(add: Add) -> None:
     add(
         "--tree-budget",
         type=int,
@@ -257,6 +274,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="B",
         help="the drafter's block, bonus token included (default: the drafter's own)",
     )
+
+
+def _add_numbers(add: Add) -> None:
     add(
         "--activations",
         choices=("nvfp4", "bf16", "float32"),
@@ -269,6 +289,9 @@ def _parser() -> argparse.ArgumentParser:
         "nearest; embeddings, head and routers stay as they are",
     )
     add("--quantize-drafter", choices=("nvfp4",), help="likewise, the drafter")
+
+
+def _add_sizes(add: Add) -> None:
     add("--page-size", type=int, metavar="P", help="tokens per KV page (default: 16)")
     add(
         "--kv-tokens",
@@ -309,6 +332,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens decoded per calibration prompt (default: 64)",
     )
+
+
+def _add_other_actions(add: Add) -> None:
     add(
         "--inspect",
         type=Path,
@@ -326,7 +352,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="with --plan: a machine to check against, such as configs/hardware/rtx_pro_6000.yaml",
     )
-    return parser
 
 
 if __name__ == "__main__":

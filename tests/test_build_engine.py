@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engines import (
     DEMO,
+    DEMO_PROMPTS,
     DEMO_VOCAB,
     ROOT,
     random_checkpoint,
@@ -460,9 +461,13 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The build is stopped as soon as its first unfinished file appears."""
+    """The build is stopped as soon as its first unfinished file appears. It would go on for
+    minutes, so it cannot be done before it is seen."""
+    prompts = tmp_path / "prompts"
+    prompts.write_text("\n".join([*DEMO_PROMPTS] * 50))
+    options = ("--tree", "static", "--calibration-prompts", prompts, "--calibration-tokens", "1000")
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "build_engine.py"), "--output", "engine"],
+        [sys.executable, ROOT / "build_engine.py", "--output", "engine", *options],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
@@ -475,7 +480,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 143
     assert stderr.splitlines()[-1] == "terminated"
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [prompts]
 
 
 def test_help_names_every_option_of_the_configuration_file(
