@@ -16,7 +16,6 @@ from trtree.build.checkpoint import (
     Checkpoint,
     CheckpointError,
     dflash_config,
-    expert_scales,
     speculators,
 )
 from trtree.build.checkpoint.dflash_config import DrafterConfig
@@ -145,7 +144,6 @@ def describe(options: BuildOptions) -> EngineDescription:
     """
     source = CheckpointSource.open(options)
     drafter = None
-    expert_scales.check(source.target)
     if source.drafter:
         drafter = dflash_config.read_drafter(source.drafter)
         speculators.check_copies(source.drafter, source.target)

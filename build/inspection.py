@@ -12,7 +12,6 @@ from trtree.build.checkpoint import (
     Checkpoint,
     CheckpointError,
     dflash_config,
-    expert_scales,
     headers,
     text_part,
 )
@@ -45,7 +44,8 @@ class Inspection:
 
 
 def inspect(directory: Path) -> Inspection:
-    """Describe the checkpoint in ``directory``; reads no tensor's bytes.
+    """Describe the checkpoint in ``directory``; of tensors' bytes it reads those of vectors that
+    scale inputs, and of low-rank factors.
 
     Raises:
         CheckpointError: it cannot be read at all: no config.json, no weights, a damaged file.
@@ -57,7 +57,7 @@ def inspect(directory: Path) -> Inspection:
     try:
         text = text_part.text_config(config, str(directory / "config.json"))
         quantization = text_part.quantization(read_quantization(directory, config))
-        tensors = split(text_part.tensors(tensors), text)
+        tensors = split(headers.renamed(text_part.tensors(tensors)), text)
         config = text
         ignored = matcher(left_out(config))
         used = {name: info for name, info in tensors.items() if not ignored.fullmatch(name)}
@@ -87,7 +87,6 @@ def _family(checkpoint: Checkpoint, problems: list[str]) -> Iterator[Row]:
             options = BuildOptions(checkpoint=checkpoint.directory)
             description = builder.describe_source(options, CheckpointSource(checkpoint), None)
             builder.check_coverage(description, "target", checkpoint)
-            expert_scales.check(checkpoint)
             yield "coverage", f"all {len(checkpoint.names())} tensors are used"
         except (CheckpointError, NetworkError, OptionError) as error:
             problems.append(str(error))
