@@ -6,6 +6,8 @@ import pytest
 
 from engines import ROOT
 from trtree.build import builder
+from trtree.build.checkpoint.dflash_config import parse
+from trtree.build.checkpoint.json_file import read_json
 from trtree.build.deployments import main, table
 from trtree.build.hardware import Hardware
 from trtree.build.options import BuildOptions
@@ -30,6 +32,17 @@ def test_every_model_is_documented() -> None:
     documented = (ROOT / "docs" / "checkpoints.md").read_text()
     for path in MODELS.glob("*_nvfp4"):
         assert f"| {path.name.removesuffix('_nvfp4')} " in documented
+
+
+def test_drafters_are_of_their_targets() -> None:
+    drafters = sorted(MODELS.glob("*_dflash"))
+    assert drafters
+    for folder in drafters:
+        drafter = parse(read_json(folder / "config.json"), folder)
+        target = MODELS / f"{folder.name.removesuffix('_dflash')}_nvfp4"
+        if target.exists():
+            drafter.check_target(read_json(target / "config.json"))
+        assert f"`{folder.name.removesuffix('_dflash')}` |" in (MODELS / "README.md").read_text()
 
 
 def test_as_many_tokens_fit_as_are_said_to() -> None:
