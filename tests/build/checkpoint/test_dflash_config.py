@@ -392,7 +392,7 @@ def test_tensors_are_checked(
 def test_copies_of_the_targets_embedding_and_head_are_left_out(
     drafter_copy: Path, demo: Path
 ) -> None:
-    """So SpecForge's drafters come, GLM-5.2's among them."""
+    """GLM-5.2's public drafter has the size of one with both."""
     options = read_options(ROOT / "configs" / "demo.yaml").with_changes({"drafter": drafter_copy})
     plain = builder.describe(options)
     embedding = Checkpoint.open(demo / "target_nvfp4").tensor("model.embed_tokens.weight").clone()
