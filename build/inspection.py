@@ -196,7 +196,7 @@ def _sizes(checkpoint: Checkpoint) -> Iterator[Row]:
         largest = max(infos, key=lambda name: infos[name].nbytes)
         yield "largest tensor", f"{largest}, {size_text(infos[largest].nbytes)}"
     shares = ", ".join(f"{size_text(total // ranks)} on {ranks}" for ranks in _RANKS)
-    yield "weights per GPU (estimate)", shares
+    yield "weights per GPU, at least", shares  # some are whole on every rank
 
 
 def _groups(checkpoint: Checkpoint) -> list[Row]:

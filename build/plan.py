@@ -14,8 +14,8 @@ from trtree.build.options import OptionError
 from trtree.build.text_files import size_text
 
 _KV = "KV"
-# More requests at once than any engine is built for.
-_MOST_REQUESTS = 1 << 14
+# As many requests at once as are looked for.
+_MOST_REQUESTS = 1 << 12
 
 
 def kv_bytes_per_token(description: EngineDescription) -> int:
@@ -77,14 +77,14 @@ def _verdict(
     options = description.options
     tokens = kv_tokens_that_fit(description, hardware)
     requests = requests_that_fit(description, hardware)
-    most = f"{requests:,} of {description.max_seq_len:,} tokens at once"
+    most = f"{requests:,} requests of {description.max_seq_len:,} tokens at once"
     flags = f"--max-batch-size {requests}"
     if options.max_seq_len is None and not options.paged_kv:  # else it would follow the batch
         flags += f" --max-seq-len {description.max_seq_len}"
     if total <= hardware.memory_bytes:
         fits = (
-            f"yes: {options.max_batch_size} requests have room for {tokens:,} tokens of KV "
-            f"together; or {most} ({flags})"
+            f"yes: with {tokens:,} tokens of KV for {options.max_batch_size} requests together, or "
+            f"with {most} ({flags})"
         )
     elif options.paged_kv and tokens:
         fits = f"no; with --kv-tokens {tokens} it would"
@@ -101,7 +101,7 @@ def _verdict(
 
 def requests_that_fit(description: EngineDescription, hardware: Hardware) -> int:
     """How many requests of ``max_seq_len`` tokens a GPU has room for at once, with the
-    activations and states of so many; 0 if for none."""
+    activations and states of so many; 0 if for none, 4096 if for more than that."""
     weights = sum(size for _, size in _weights(description))
 
     def fits(requests: int) -> bool:
@@ -109,9 +109,9 @@ def requests_that_fit(description: EngineDescription, hardware: Hardware) -> int
         return weights + sum(size for _, size in states) <= hardware.memory_bytes
 
     low, high = 0, 1
-    while high < _MOST_REQUESTS and fits(high):
+    while high <= _MOST_REQUESTS and fits(high):
         low, high = high, 2 * high
-    while high - low > 1:
+    while low < _MOST_REQUESTS and high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low

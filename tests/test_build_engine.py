@@ -1,6 +1,7 @@
 """The build command: defaults, refusals, and what is left on disk."""
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -144,7 +145,8 @@ def test_a_plan_says_of_what_and_for_what(
     on_gpus = " ".join(capsys.readouterr().out.split())
     assert "plan for tensorrt-rtx, per rank (of 1)" in on_gpus
     assert "assumed, of the usual shape, 5 layers, block size 16" in on_gpus
-    assert "yes: 8 requests have room for" in on_gpus
+    assert re.search("yes: with [0-9,]+ tokens of KV for 8 requests together", on_gpus)
+    assert re.search("requests of 1,024 tokens at once .--max-batch-size [0-9]+ --max-seq", on_gpus)
     assert run("--plan", "--backend", "cpu", *machine) == 0
     assert "plan for cpu, per rank (of 1)" in capsys.readouterr().out
 
