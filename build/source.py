@@ -1,7 +1,7 @@
 """What a build's checkpoints hold, as the weight source of its networks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -151,6 +151,14 @@ class ConfigSource:
                 check_plain(path, quantizations[owner])
                 quantizations[owner] = BY_BUILDER
         return cls(configs, quantizations, options.activations)
+
+    def with_drafter(self, config: Mapping[str, Any], *, quantized: bool) -> "ConfigSource":
+        """With a drafter that has no directory, only a configuration."""
+        return replace(
+            self,
+            configs={**self.configs, "drafter": config},
+            quantizations={**self.quantizations, "drafter": BY_BUILDER if quantized else None},
+        )
 
     def config(self, owner: Owner) -> Mapping[str, Any]:
         return self.configs[owner]

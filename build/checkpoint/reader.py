@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trtree.build.checkpoint import fused_experts, headers, linear, text_part
-from trtree.build.checkpoint.errors import CheckpointError
+from trtree.build.checkpoint.errors import CheckpointError, NoWeightsError
 from trtree.build.checkpoint.headers import LinearInfo
 from trtree.build.checkpoint.json_file import read_json
 from trtree.build.checkpoint.linear import LinearWeight
@@ -231,7 +231,7 @@ def read_headers(directory: Path) -> dict[str, TensorInfo]:
             f"{directory}: holds pickle files ({_some(pickles)}), which can run code when read; "
             "convert them to safetensors"
         )
-    raise CheckpointError(f"{directory}: has no {SINGLE} and no {INDEX}")
+    raise NoWeightsError(f"{directory}: has no {SINGLE} and no {INDEX}")
 
 
 def _read_shards(directory: Path, index: Path) -> dict[str, TensorInfo]:
