@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from dequantized import dequantized_by_modelopt
-from modelopt_cpu import on_cpu
 from trtree.build.checkpoint import Checkpoint
 from trtree.build.lowering import reference_weights
 from trtree.build.lowering.reference import StepContext
 from trtree.build.lowering.weights import plan_weights
+from trtree.build.modelopt_cpu import on_cpu
 from trtree.build.network.graph import Graph
 from trtree.build.source import CheckpointSource
 from trtree.plugins.nvfp4_linear import format as nvfp4
