@@ -6,7 +6,7 @@ libraries do it; see ``headers.py`` for what is refused before that.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -31,12 +31,35 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Smoothing:
+    """What a quantized weight leaves to others: its linear is (W + B A) times ``vector``.
+
+    vector: [in_features]. factors: A [rank, in_features] and B [out_features, rank], or None.
+    """
+
+    vector: torch.Tensor
+    factors: tuple[torch.Tensor, torch.Tensor] | None
+
+    def rows(self, rows: torch.Tensor) -> "Smoothing":
+        """Of some of the weight's rows, int64 [n]."""
+        return replace(self, factors=self.factors and (self.factors[0], self.factors[1][rows]))
+
+    def whole(self, weight: torch.Tensor) -> torch.Tensor:
+        """The linear of one weight W float32, which takes its input as it is."""
+        if self.factors is not None:
+            a, b = self.factors
+            weight = weight + b.float() @ a.float()
+        return weight * self.vector.float()
+
+
+@dataclass(frozen=True)
 class LinearWeight:
     """One linear, or several fused along out_features.
 
     weight: [out_features, in_features] dense, or quantized. input_scale: float32
     scalar where the checkpoint holds one. bias: [out_features] or None. segment_bounds:
-    where K is cut into segments, in blocks of 16; None for the even cut.
+    where K is cut into segments, in blocks of 16; None for the even cut. smoothing: of an
+    NVFP4 weight whose input is scaled.
     """
 
     kind: Literal["dense", "nvfp4"]
@@ -44,6 +67,7 @@ class LinearWeight:
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
     segment_bounds: tuple[int, ...] | None = None
+    smoothing: Smoothing | None = None
 
 
 class Tensors(Protocol):
@@ -79,7 +103,20 @@ def load(checkpoint: Tensors, modules: Sequence[str]) -> LinearWeight:
         scales = [_global_scale(checkpoint, name) for name in names]
         input_scale = torch.stack(scales).max().float()
     parts = [_load_nvfp4(checkpoint, module) for module in modules]
-    return LinearWeight(kind, _fuse(modules, parts), input_scale, bias)
+    smoothing = _smoothing(checkpoint, modules)
+    return LinearWeight(kind, _fuse(modules, parts), input_scale, bias, smoothing=smoothing)
+
+
+def _smoothing(checkpoint: Tensors, modules: Sequence[str]) -> Smoothing | None:
+    info = checkpoint.linear_info(modules[0])
+    if not info.has_pre_quant_scale:
+        return None
+    factors = None
+    if info.rank:
+        first, second = LOW_RANK
+        a = checkpoint.tensor(f"{modules[0]}.{first}")
+        factors = a, _concatenate([checkpoint.tensor(f"{m}.{second}") for m in modules])
+    return Smoothing(input_vector(checkpoint, f"{modules[0]}.{PRE_QUANT_SCALE}"), factors)
 
 
 def load_bias(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | None:

@@ -229,7 +229,8 @@ class _PartReader:
         else:
             weight = linear.weight[rows]
         bias = None if linear.bias is None else linear.bias[rows]
-        return replace(linear, weight=weight, bias=bias)
+        smoothing = linear.smoothing and linear.smoothing.rows(rows)
+        return replace(linear, weight=weight, bias=bias, smoothing=smoothing)
 
     def _columns(self, linear: LinearWeight, columns: range, module: str) -> LinearWeight:
         weight: torch.Tensor | QuantizedTensor

@@ -131,7 +131,7 @@ def test_every_number_of_ranks_gives_the_same_bits(
     assert one == four
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", None])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_SVD", None])
 @pytest.mark.parametrize(
     "config",
     [
