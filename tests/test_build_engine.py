@@ -385,7 +385,7 @@ def test_activations_that_the_checkpoint_has_no_scales_for(
     checkpoint = random_checkpoint(tmp_path / "w4a16", tiny_config(), algorithm="W4A16_NVFP4")
     line = refused("--checkpoint", checkpoint, "--activations", "nvfp4", *plan)
     assert "W4A16_NVFP4" in line
-    assert "has no input_scale; use --activations bf16" in line
+    assert "has no input_scale for NVFP4; use --activations bf16" in line
 
 
 # Bad options
