@@ -16,6 +16,7 @@ from trtree.build.checkpoint import (
     Checkpoint,
     CheckpointError,
     dflash_config,
+    headers,
     speculators,
 )
 from trtree.build.checkpoint.dflash_config import DrafterConfig
@@ -148,6 +149,13 @@ def describe(options: BuildOptions) -> EngineDescription:
         drafter = dflash_config.read_drafter(source.drafter)
         speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
+    if layer := headers.scaled_for_one_expert(source.target.names()):
+        log.warning(
+            "%s: the vector of its shared expert is in the norm before, which the router and the "
+            "other experts read as well, and those were exported as if it were not: so ModelOpt "
+            "0.47 writes NVFP4_AWQ; expect answers to suffer, and prefer NVFP4 or NVFP4_SVD",
+            layer,
+        )
     for owner in description.owners():
         check_coverage(description, owner, source.checkpoint(owner))
         _check_biases(description, owner)
@@ -223,10 +231,25 @@ def describe_source(
         top_k=top_k,
         max_seq_len=_max_seq_len(options, target.max_position_embeddings),
     )
+    _check_activations(description)
     if not options.on_tensorrt:
         for rank in range(options.tp):
             description.rank(rank)  # refuses what does not divide
     return description
+
+
+def _check_activations(description: EngineDescription) -> None:
+    """What is asked for must round something: dense weights take their inputs as they are."""
+    asked = description.options.activations
+    if asked is None or description.activations != "none":
+        return
+    what = f"activations {asked}: no linear of {description.options.checkpoint} is NVFP4"
+    if asked == "nvfp4":
+        raise OptionError(
+            f"{what}, so no input can be rounded; leave the option out, or use a checkpoint that "
+            "is NVFP4"
+        )
+    log.warning("%s: the option has no effect", what)
 
 
 def write(

@@ -115,8 +115,8 @@ def _drafter(name: str, drafter: dflash_config.DrafterConfig) -> Iterator[Row]:
 
 def _family(checkpoint: Checkpoint, problems: list[str]) -> Iterator[Row]:
     """The architecture, and whether it can be built."""
-    names = checkpoint.config.get("architectures") or ["none named"]
-    name = str(names[0])
+    names = checkpoint.config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "none named"
     if name in FAMILIES:
         yield "family", f"{name}: can be built"
         try:
