@@ -16,7 +16,6 @@ from trtree.build.checkpoint import (
     Checkpoint,
     CheckpointError,
     dflash_config,
-    expert_scales,
     speculators,
 )
 from trtree.build.checkpoint.dflash_config import DrafterConfig
@@ -145,7 +144,6 @@ def describe(options: BuildOptions) -> EngineDescription:
     """
     source = CheckpointSource.open(options)
     drafter = None
-    expert_scales.check(source.target)
     if source.drafter:
         drafter = dflash_config.read_drafter(source.drafter)
         speculators.check_copies(source.drafter, source.target)
@@ -159,15 +157,23 @@ def describe(options: BuildOptions) -> EngineDescription:
     return description
 
 
-def plan(options: BuildOptions) -> EngineDescription:
+def plan(options: BuildOptions, *, assume_drafter: bool = False) -> EngineDescription:
     """Describe the engine from configuration files alone; weights need not be there.
+
+    assume_drafter: with a drafter of the usual shape (``dflash_config.usual_shape``), for
+    targets that none is published for.
 
     Raises: as ``describe``.
     """
     source = ConfigSource.open(options)
     drafter = None
-    if options.drafter:
-        file = options.drafter / "config.json"
+    file = (options.drafter or Path("the assumed drafter")) / "config.json"
+    if assume_drafter:
+        if options.drafter:
+            raise OptionError(f"assume_drafter: the drafter is {options.drafter}; leave one out")
+        shape = dflash_config.usual_shape(source.config("target"))
+        source = source.with_drafter(shape, quantized=options.quantize_drafter is not None)
+    if options.drafter or assume_drafter:
         drafter = dflash_config.parse(source.config("drafter"), file)
     return describe_source(options, source, drafter)
 

@@ -1,6 +1,7 @@
 """The build command: defaults, refusals, and what is left on disk."""
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -131,6 +132,28 @@ def test_plan_needs_configurations_alone(
     in_place = capsys.readouterr().out
     rows = [line for line in planned.splitlines() if "weights" in line or "KV" in line]
     assert rows == [line for line in in_place.splitlines() if "weights" in line or "KV" in line]
+
+
+def test_a_plan_says_of_what_and_for_what(
+    run: Callable[..., int], target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine of GPUs is no CPU engine's; a drafter that is not there is missed."""
+    machine = ("--hardware", ROOT / "configs" / "hardware" / "rtx_pro_6000.yaml")
+    assert run("--plan", "--checkpoint", target) == 0
+    alone = capsys.readouterr().out
+    assert "none: plain decoding only" in alone and "--assume-drafter" in alone
+    assert run("--plan", "--checkpoint", target, "--assume-drafter", *machine) == 0
+    on_gpus = " ".join(capsys.readouterr().out.split())
+    assert "plan for tensorrt-rtx, per rank (of 1)" in on_gpus
+    assert "assumed, of the usual shape, 5 layers, block size 16" in on_gpus
+    assert re.search("yes: with [0-9,]+ tokens of KV for 8 requests together", on_gpus)
+    assert re.search("requests of 1,024 tokens at once .--max-batch-size [0-9]+ --max-seq", on_gpus)
+    assert run("--plan", "--backend", "cpu", *machine) == 0
+    assert "plan for cpu, per rank (of 1)" in capsys.readouterr().out
+
+
+def test_only_plans_assume_a_drafter(refused: Callable[..., str], target: Path) -> None:
+    assert "pass --plan" in refused("--checkpoint", target, "--assume-drafter")
 
 
 def test_without_a_drafter_decoding_is_plain(
@@ -362,7 +385,7 @@ def test_activations_that_the_checkpoint_has_no_scales_for(
     checkpoint = random_checkpoint(tmp_path / "w4a16", tiny_config(), algorithm="W4A16_NVFP4")
     line = refused("--checkpoint", checkpoint, "--activations", "nvfp4", *plan)
     assert "W4A16_NVFP4" in line
-    assert "has no input_scale; use --activations bf16" in line
+    assert "has no input_scale for NVFP4; use --activations bf16" in line
 
 
 # Bad options

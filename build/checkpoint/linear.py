@@ -16,10 +16,12 @@ from trtree.build.checkpoint.headers import (
     BLOCK_ROWS,
     BLOCK_SCALE,
     FP8,
+    LOW_RANK,
     NAMES,
     PRE_QUANT_SCALE,
     LinearInfo,
     Names,
+    dense_name,
 )
 from trtree.build.checkpoint.scheme import FP8_BLOCK, QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo
@@ -98,18 +100,19 @@ def check_fusable(checkpoint: Tensors, modules: Sequence[str]) -> None:
     first = checkpoint.linear_info(modules[0])
     for module in modules[1:]:
         info = checkpoint.linear_info(module)
-        for field in ("kind", "dtype", "in_features", "has_bias", "has_pre_quant_scale"):
+        for field in ("kind", "dtype", "in_features", "has_bias", "has_pre_quant_scale", "rank"):
             ours, theirs = getattr(first, field), getattr(info, field)
             if ours != theirs:
                 raise CheckpointError(
                     f"cannot fuse {modules[0]} and {module}: {field} {ours} and {theirs}"
                 )
-        if first.has_pre_quant_scale:
-            vectors = [checkpoint.tensor(f"{m}.{PRE_QUANT_SCALE}") for m in (modules[0], module)]
-            if not torch.equal(*vectors):
+        shared = [LOW_RANK[0]] if first.rank else []
+        shared += [PRE_QUANT_SCALE] if first.has_pre_quant_scale else []
+        for part in shared:
+            ours, theirs = (checkpoint.tensor(f"{m}.{part}") for m in (modules[0], module))
+            if not torch.equal(ours, theirs):
                 raise CheckpointError(
-                    f"cannot fuse {modules[0]} and {module}: each scales its input by its own "
-                    "vector"
+                    f"cannot fuse {modules[0]} and {module}: each has its own {part}"
                 )
 
 
@@ -120,7 +123,7 @@ def _names(checkpoint: Tensors) -> Names:
 
 def _load_dense(checkpoint: Tensors, module: str) -> torch.Tensor:
     """A plain weight, or an FP8 one times its scale (one number, one per row, or per block)."""
-    weight = checkpoint.tensor(f"{module}.weight")
+    weight = checkpoint.tensor(dense_name(module))
     if weight.dtype != FP8:
         return weight
     in_blocks = checkpoint.linear_info(module).algorithm == FP8_BLOCK
@@ -156,6 +159,9 @@ def _load_nvfp4(checkpoint: Tensors, module: str) -> nvfp4.QuantizedTensor:
             f"of {raw.numel()} (first: {block_scale[raw > 0x80][0].item()}); export again"
         )
     codes = checkpoint.tensor(f"{module}.{names.codes}")
+    if (blocks := 2 * codes.shape[1] // (nvfp4.BLOCK * block_scale.shape[1])) > 1:
+        # Of larger groups: every block of 16 has its group's.
+        block_scale = raw.repeat_interleave(blocks, dim=1).view(FP8)
     return nvfp4.QuantizedTensor(codes, block_scale, global_scale)
 
 
@@ -185,6 +191,22 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
             f"number{hint}"
         )
     return value
+
+
+def input_vector(checkpoint: Tensors, name: str) -> torch.Tensor:
+    """The tensor ``name``, which a module's input is multiplied by first [in_features].
+
+    Raises:
+        CheckpointError: a value is not a positive number.
+    """
+    vector = checkpoint.tensor(name)
+    if not bool((vector > 0).all()):
+        at = int((vector <= 0).nonzero()[0])
+        raise CheckpointError(
+            f"{checkpoint.info(name).file}: tensor {name} has {vector[at].item()} at {at}, "
+            "expected positive numbers; export again"
+        )
+    return vector
 
 
 def _fuse(modules: Sequence[str], parts: Sequence[nvfp4.QuantizedTensor]) -> nvfp4.QuantizedTensor:

@@ -85,15 +85,16 @@ def restated(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def check_copies(drafter: Checkpoint, target: Checkpoint) -> None:
-    """Copies of the target's embedding and head must be just that; they are not stored.
-    A head of a reduced vocabulary is the drafter's own.
+    """Copies of the target's embedding and head, in either format, must be just that; they
+    are not stored. A head of a reduced vocabulary is the drafter's own.
 
     Raises:
         CheckpointError: a copy differs.
     """
-    if not is_speculators(drafter.config):
-        return
-    reduced = _draft_vocab(drafter.config, _vocabulary(drafter.config)) is not None
+    reduced = (
+        is_speculators(drafter.config)
+        and _draft_vocab(drafter.config, _vocabulary(drafter.config)) is not None
+    )
     for module, original in _COPIES.items():
         name = f"{module}.weight"
         if name not in drafter or (reduced and module == "lm_head"):
@@ -114,8 +115,9 @@ def ignored_tensors(checkpoint: Checkpoint) -> list[str]:
     Raises:
         CheckpointError: d2t or t2d say something else than config.json, or each other.
     """
+    copies = [f"{module}.weight" for module in _COPIES]
     if not is_speculators(checkpoint.config):
-        return []
+        return copies
     draft_vocab = _draft_vocab(checkpoint.config, _vocabulary(checkpoint.config))
     if draft_vocab is not None:
         _check_maps(checkpoint, draft_vocab)
@@ -126,7 +128,7 @@ def ignored_tensors(checkpoint: Checkpoint) -> list[str]:
                 f"{checkpoint.info(name).file}: tensor {name} maps a reduced draft vocabulary, but "
                 "config.json's draft_vocab_size is the target's; set it to d2t's length"
             )
-    return [*IGNORED, *(f"{module}.weight" for module in _COPIES)]
+    return [*IGNORED, *copies]
 
 
 def _check_maps(checkpoint: Checkpoint, draft_vocab: int) -> None:

@@ -435,7 +435,7 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
         lowered["kind"] = {"key": "head_keys", "value": "head_values"}[op.attrs["part"]]
     elif op.kind == "route":
         lowered["routing"] = plan.routing(op)
-    elif op.kind == "experts_up":
+    elif op.kind in ("experts_linear", "experts_scale", "experts_up"):
         lowered["heads"] = op.attrs["slots"]
     elif op.kind == "gated_delta_net":
         lowered["heads"] = int(network.tensors[op.inputs[1]].shape[1])  # the keys'

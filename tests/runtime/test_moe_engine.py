@@ -35,7 +35,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> RandomEngines:
     return RandomEngines(tmp_path_factory.mktemp("moe"), FAMILIES, max_num_rows=2048)
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", None])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "NVFP4_SVD", None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_op_by_op(engines: RandomEngines, family: str, algorithm: str | None) -> None:
     _, engine = open_engine(engines.build(family, algorithm))
@@ -44,6 +44,10 @@ def test_op_by_op(engines: RandomEngines, family: str, algorithm: str | None) ->
     check.prompt_and_tree(VOCAB)
     engine.observe(None)
     assert set(check.worst) >= {"route", "experts_up", "experts_down", "linear", "tree_attention"}
+    assert ("experts_scale" in check.worst) == (
+        algorithm == "NVFP4_SVD" or (algorithm == "NVFP4_AWQ" and family == "glm")
+    )
+    assert ("experts_linear" in check.worst) == (algorithm == "NVFP4_SVD")
     assert max(check.worst.values()) < TOLERANCE, check.worst
 
 
@@ -60,7 +64,7 @@ def test_whole_networks_in_w4a16(engines: RandomEngines, family: str) -> None:
     assert np.median(relative) < 1e-2
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "NVFP4_SVD"])
 @pytest.mark.parametrize("family", FAMILIES)
 @few_examples(20)
 @given(
@@ -75,7 +79,7 @@ def test_tree_rows_equal_plain_decoding_byte_for_byte(
     check_trees(engine, engine, batch, seed=seed, vocab=VOCAB)
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", None])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_SVD", None])
 def test_every_instruction_set_gives_the_same_bits(
     engines: RandomEngines, algorithm: str | None
 ) -> None:
@@ -102,6 +106,10 @@ def test_the_executor_is_lossless(engines: RandomEngines, family: str, algorithm
         ("route", "routing", 7, "route: routing 7 of 1"),
         ("experts_up", "heads", 3, r"experts\.up: experts \[96, 64\] between widths 64 and 192"),
         ("experts_down", "heads", 0, "its slots do not stand one after another"),
+        ("experts_scale", "heads", 2, "width 64 for 2 slots of 256"),
+        ("experts_scale", "weight", 0, r"a vector of \d+ for 1024"),
+        ("experts_linear", "heads", 3, "between widths 256 and 32"),
+        ("experts_up", "added", None, "width 256 added to 384"),
         ("experts_down", "inputs", [0, 1], "16 experts, weights of"),
         ("linear", "weight", "experts", "experts where one matrix is needed"),
         (None, "experts", 8, "16 scales for 8 experts"),
@@ -116,7 +124,8 @@ def test_a_plan_is_checked_before_it_runs(
     value: Any,
     message: str,
 ) -> None:
-    engine = EngineDir.open(engines.build("glm", "NVFP4"))
+    low_rank = field == "added" or kind in ("experts_scale", "experts_linear")
+    engine = EngineDir.open(engines.build("glm", "NVFP4_SVD" if low_rank else "NVFP4"))
     plan = engine.plan()
     stacks = [index for index, weight in enumerate(plan["weights"]) if weight["experts"]]
     changed: dict[str, Any] = plan["weights"][stacks[0]] if field == "experts" else {}
@@ -124,6 +133,9 @@ def test_a_plan_is_checked_before_it_runs(
         changed = plan["routings"][0]
     if kind:
         changed = next(op for op in plan["networks"]["target"]["ops"] if op["kind"] == kind)
+    if field == "added":
+        inputs = changed["inputs"]
+        field, value = "inputs", [*inputs[:2], inputs[0]]
     changed[field] = stacks[0] if value == "experts" else value
     monkeypatch.setattr(EngineDir, "plan", lambda *_: plan)
     with pytest.raises(ValueError, match=message):
