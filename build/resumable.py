@@ -150,8 +150,8 @@ class ResumableFile:
             self._free.append(piece)
 
     def _write(self, data: Bytes) -> None:
-        self._digest.update(data)
-        self._file.write(data)
+        self._digest.update(data.data)
+        self._file.write(data.data)
         self._on_disk += len(data)
         self._write_out.written(self._on_disk)
 
