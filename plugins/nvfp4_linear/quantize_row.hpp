@@ -11,25 +11,34 @@
 namespace trtree::nvfp4 {
 namespace {
 
-// Nearest e4m3, ties to even, of a number from 2^-9 to 448: as a float and its bits.
-inline float round_scale(float scale, uint8_t& bits) {
-  const float rounded = round_to(scale, 3, -6);
-  const uint32_t normal = (bits_of(rounded) >> 20) - ((127 - 7) << 3);
+// One of two words, without a branch: conditions on floats keep loops from being vectorized.
+inline uint32_t select(bool condition, uint32_t yes, uint32_t no) {
+  const uint32_t mask = -static_cast<uint32_t>(condition);
+  return (yes & mask) | (no & ~mask);
+}
+
+inline int32_t clamp(int32_t x, int32_t low, int32_t high) {
+  x = x < low ? low : x;
+  return x > high ? high : x;
+}
+
+// e4m3 bits of a rounded number from 2^-9 to 448.
+inline uint32_t scale_bits(float rounded) {
+  const uint32_t bits = bits_of(rounded);
   const auto subnormal = static_cast<uint32_t>(static_cast<int32_t>(rounded * 512.0f));
-  bits = static_cast<uint8_t>(rounded < 0x1p-6f ? subnormal : normal);
-  return rounded;
+  return select(bits < bits_of(0x1p-6f), subnormal, (bits >> 20) - ((127 - 7) << 3));
 }
 
 // Nearest E2M1 code; saturates at 6.
-inline uint8_t encode(float x) {
+inline uint32_t encode(float x) {
   const uint32_t bits = bits_of(x), six = bits_of(6.0f);
   const uint32_t magnitude = bits & kMagnitude;
   const float rounded = round_to(float_of(magnitude < six ? magnitude : six), 1, 0);
-  // From 1 on a code is the exponent and the first bit of the mantissa.
-  const uint32_t normal = (bits_of(rounded) >> 22) - (126 << 1);
-  const auto subnormal = static_cast<uint32_t>(static_cast<int32_t>(rounded * 2.0f));
-  const uint32_t code = rounded < 1.0f ? subnormal : normal;
-  return static_cast<uint8_t>(code | (bits >> 31) << 3);
+  // Doubled, codes 0 to 4 are themselves; from there they are 2, and from 8 on 4 apart.
+  const auto doubled = static_cast<int32_t>(rounded * 2.0f);
+  const int32_t code =
+      clamp(doubled, 0, 4) + (clamp(doubled, 4, 8) - 4) / 2 + (clamp(doubled, 8, 12) - 8) / 4;
+  return static_cast<uint32_t>(code) | (bits >> 31) << 3;
 }
 
 // K is a multiple of 16.
@@ -37,12 +46,15 @@ template <typename Element>
 void quantize_weight_row(const uint8_t* row, int64_t k, float global_scale, uint8_t* codes,
                          uint8_t* scales) {
   constexpr int64_t kBatch = 32;  // blocks, so that no step waits for the one before
+  const auto kLeast = static_cast<int32_t>(bits_of(0x1p-9f));
+  const auto kMost = static_cast<int32_t>(bits_of(448.0f));
   using Storage = typename Element::Storage;
   for (int64_t first = 0; first < k / kBlock; first += kBatch) {
     const int64_t left = k / kBlock - first;
     const int64_t n = left < kBatch ? left : kBatch;
     float x[kBatch * kBlock], amax[kBatch], step[kBatch];
-    uint8_t wide[kBatch * kBlock];
+    uint32_t wide[kBatch * kBlock], scale8[kBatch];
+    uint8_t narrow[kBatch * kBlock];
     for (int64_t i = 0; i < n * kBlock; ++i) {
       Storage value;
       std::memcpy(&value, row + (first * kBlock + i) * sizeof(value), sizeof(value));
@@ -50,21 +62,26 @@ void quantize_weight_row(const uint8_t* row, int64_t k, float global_scale, uint
     }
     for (int64_t b = 0; b < n; ++b) amax[b] = float_of(largest_magnitude(x + b * kBlock));
     for (int64_t b = 0; b < n; ++b) {
-      float scale = amax[b] / (6.0f * global_scale);
-      scale = scale < 0x1p-9f ? 0x1p-9f : scale;
-      scale = scale > 448.0f ? 448.0f : scale;
-      step[b] = round_scale(amax[b] == 0.0f ? 1.0f : scale, scales[first + b]) * global_scale;
+      const uint32_t scale = bits_of(amax[b] / (6.0f * global_scale));
+      const int32_t clamped = clamp(static_cast<int32_t>(scale), kLeast, kMost);
+      const uint32_t given = select(bits_of(amax[b]) == 0, bits_of(1.0f), clamped);
+      const float rounded = round_to(float_of(given), 3, -6);
+      step[b] = rounded * global_scale;
+      scale8[b] = scale_bits(rounded);
     }
     for (int64_t b = 0; b < n; ++b) {
-      const float divisor = step[b] > 0.0f ? step[b] : 1.0f;
-      const uint8_t keep = step[b] > 0.0f ? 0xff : 0;  // a step that underflows gives zeros
+      scales[first + b] = static_cast<uint8_t>(scale8[b]);
+      const uint32_t step_bits = bits_of(step[b]);  // of a step that underflows: 0, and so codes
+      const float divisor = float_of(select(step_bits == 0, bits_of(1.0f), step_bits));
+      const uint32_t keep = select(step_bits == 0, 0, 15);
 #pragma GCC unroll 1
       for (int i = 0; i < kBlock; ++i) {
         wide[b * kBlock + i] = encode(x[b * kBlock + i] / divisor) & keep;
       }
     }
+    for (int64_t i = 0; i < n * kBlock; ++i) narrow[i] = static_cast<uint8_t>(wide[i]);
     for (int64_t i = 0; i < n * kBlock / 2; ++i) {
-      codes[first * kBlock / 2 + i] = static_cast<uint8_t>(wide[2 * i] | wide[2 * i + 1] << 4);
+      codes[first * kBlock / 2 + i] = static_cast<uint8_t>(narrow[2 * i] | narrow[2 * i + 1] << 4);
     }
   }
 }
