@@ -104,11 +104,16 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def random_checkpoint(
-    directory: Path, config: dict[str, Any], *, algorithm: str | None = None
+    directory: Path,
+    config: dict[str, Any],
+    *,
+    algorithm: str | None = None,
+    kv_cache: str | None = None,
 ) -> Path:
     """A bf16 checkpoint of random weights, quantized by ``algorithm`` if one is given.
 
-    With NVFP4_AWQ, o_proj and down_proj scale their inputs.
+    With NVFP4_AWQ, o_proj and down_proj scale their inputs. kv_cache: what its cache is
+    calibrated for, FP8 or NVFP4: every scale another, and some numbers beyond it.
     """
     from random_glm5 import random_glm5  # which build on this module
     from random_hybrid import random_hybrid
@@ -140,8 +145,20 @@ def random_checkpoint(
         generator = torch.Generator().manual_seed(len(shared))
         vector = 0.5 + torch.rand(2 * quantized[name].shape[1], generator=generator)
         quantized[name.replace(".weight", ".pre_quant_scale")] = vector.bfloat16()
-    quantization = QuantizationConfig(algorithm, EXCLUDE)
+    if kv_cache:
+        quantized |= kv_scales(tensors)
+    quantization = QuantizationConfig(algorithm, EXCLUDE, kv_cache)
     return write_target(directory, quantized, config, quantization)
+
+
+def kv_scales(tensors: Iterable[str]) -> dict[str, torch.Tensor]:
+    """ModelOpt's scales of a quantized KV cache, for these weights."""
+    projection = re.compile(r".*self_attn\.([kv])_proj\.weight")
+    found = [match for name in tensors if (match := projection.fullmatch(name))]
+    return {
+        f"{match[0].removesuffix('weight')}{match[1]}_scale": torch.tensor(0.004 + 0.002 * index)
+        for index, match in enumerate(found)
+    }
 
 
 def _scales(tensors: Iterable[str]) -> Mapping[str, float]:

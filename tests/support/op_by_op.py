@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from trtree import _core
-from trtree.build.lowering.reference import _OPS, StepContext
+from trtree.build.lowering.reference import _OPS, StepContext, paged_kv
 from trtree.plugins import branch_state
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.latent_cache import LatentCache
-from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.plugins.tree_attention.contract import AttentionSegment
 
 
 class OpByOp:
@@ -20,7 +20,7 @@ class OpByOp:
     def __init__(self, engine: Any, reference: Any, page_size: int) -> None:
         self._networks = reference.networks
         self._caches = {
-            name: PagedKv(*(torch.zeros(256, page_size, s.heads, s.head_dim) for _ in "kv"))
+            name: paged_kv(s, 256, page_size)
             for network in self._networks.values()
             for name, s in network.network.states.items()
             if s.kind == "kv"
