@@ -248,6 +248,9 @@ class _Plan:
             name,
             {
                 "kind": state.kind,
+                "dtype": state.dtype,
+                "k_scale": state.k_scale,
+                "v_scale": state.v_scale,
                 "heads": state.heads,
                 "head_dim": state.head_dim,
                 "value_dim": state.value_dim,

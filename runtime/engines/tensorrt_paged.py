@@ -22,7 +22,7 @@ from trtree import _core
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 from trtree.plugins.tree_attention.plan import RowTables, plan_attention, row_tables
-from trtree.runtime.engines.manifest import capabilities_of
+from trtree.runtime.engines.manifest import capabilities_of, check_kv_cache
 from trtree.runtime.engines.tensorrt import draft_result, refuse_nan, refuse_split_logits
 from trtree.runtime.engines.tensorrt_buffers import (
     BoundEngine,
@@ -104,6 +104,8 @@ class PagedTensorRTEngine(_core.Engine):
                     self.caches |= dict(zip(names, memory, strict=True))
             own = {name: self.caches[name] for name in spec.caches}
             self._engines[entry["network"]] = BoundEngine(spec, executables[file], own, device)
+        target = self._engines["target"].spec.caches.values()
+        check_kv_cache(engine, (str(b.dtype).removeprefix("torch.") for b in target))
         self._commit = commit_for(self._layers("target"))
         speculative = engine.manifest["speculative_config"]
         self._mask_token = speculative["mask_token_id"] if speculative else 0
@@ -261,10 +263,16 @@ class PagedTensorRTEngine(_core.Engine):
 
     def _layers(self, network: str) -> list[PagedKv]:
         names = [n.removesuffix(".k") for n in self._engines[network].spec.caches if n[-2:] == ".k"]
-        return [PagedKv(self.caches[f"{n}.k"], self.caches[f"{n}.v"]) for n in names]
+        stores = {name: _movable(cache) for name, cache in self.caches.items()}
+        return [PagedKv(stores[f"{n}.k"], stores[f"{n}.v"]) for n in names]
 
     def _moved(self, array: NDArray[np.int32]) -> torch.Tensor:
         return torch.as_tensor(array, device=self._device)
+
+
+def _movable(cache: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes, which every device indexes."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def rounded_up(size: int, most: int) -> int:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from lowered import Batch
-from trtree.build.lowering.reference import StepContext
+from trtree.build.lowering.reference import StepContext, paged_kv
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
-from trtree.build.network.network import Network
-from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.build.network.network import Network, State
+from trtree.plugins.tree_attention.contract import E4M3_MAX, AttentionSegment
 from trtree.plugins.tree_attention.plan import plan_attention, row_tables
 
 # Rows of nobody's behind the step's, as rounded-up sizes bring them.
@@ -21,9 +21,11 @@ GARBAGE = 3e4
 
 @dataclass
 class PagedBatch(Batch):
-    """``caches`` are [pages, page_size, kv_heads, D]; target_ctas cuts attention into items."""
+    """``caches`` are [pages, page_size, kv_heads, D], of ``kv_states``; target_ctas cuts
+    attention into items."""
 
     segments: Sequence[AttentionSegment]
+    kv_states: Mapping[str, State]
     target_ctas: int = 64
 
     @property
@@ -76,10 +78,12 @@ class PagedBatch(Batch):
 
     def context(self) -> StepContext:
         names = {name.removesuffix(".k") for name in self.caches if name.endswith(".k")}
-        caches = {
-            name: PagedKv(self.caches[f"{name}.k"].clone(), self.caches[f"{name}.v"].clone())
-            for name in names
-        }
+        caches = {}
+        for name in names:
+            k, v = self.caches[f"{name}.k"], self.caches[f"{name}.v"]
+            caches[name] = paged_kv(self.kv_states[name], *k.shape[:2])
+            caches[name].k.copy_(k)
+            caches[name].v.copy_(v)
         return StepContext(caches, self.segments)
 
 
@@ -88,6 +92,7 @@ def make_paged_batch(
     lengths: Sequence[int],
     token_ids: Sequence[Sequence[int]],
     parents: Sequence[Sequence[int]],
+    kv_states: Mapping[str, State],
     seed: int = 0,
 ) -> PagedBatch:
     """Random committed keys and values in shuffled pages, garbage everywhere else."""
@@ -108,14 +113,17 @@ def make_paged_batch(
         first += len(ids)
     caches = {}
     for name, (shape, dtype) in shapes.items():
-        caches[name] = torch.full(shape, GARBAGE, dtype=dtype)
+        fp8 = dtype == torch.float8_e4m3fn
+        caches[name] = torch.full(shape, E4M3_MAX if fp8 else GARBAGE).to(dtype)
         for segment in segments:
-            where = PagedKv(caches[name], caches[name]).locate(
-                segment.pages, torch.arange(segment.prefix_length)
-            )
+            slots = torch.arange(segment.prefix_length)
+            where = segment.pages[slots // page_size], slots % page_size
             new = torch.randn(segment.prefix_length, *shape[2:], generator=generator)
+            if fp8:
+                state = kv_states[name.rpartition(".")[0]]
+                new /= state.k_scale if name.endswith(".k") else state.v_scale
             caches[name][where] = new.to(dtype)
-    return PagedBatch(lengths, token_ids, parents, caches, segments)
+    return PagedBatch(lengths, token_ids, parents, caches, segments, kv_states)
 
 
 def ragged_forced(

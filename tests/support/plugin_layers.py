@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trtree.plugins.tree_attention import reference
-from trtree.plugins.tree_attention.contract import Rope
+from trtree.plugins.tree_attention.contract import E4M3_MAX, Rope
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -39,8 +39,11 @@ def _append(layer: Any, x: Tensors) -> list[torch.Tensor]:
         rope = Rope(x["cos_sin"], config.interleaved)
         return reference.rotate(x[name][live], x["positions"][live], rope)
 
-    x["k_cache_in"][where] = turned("k")
-    x["v_cache_in"][where] = x["v"][live]
+    for part, new in (("k", turned("k")), ("v", x["v"][live])):
+        cache = x[f"{part}_cache_in"]
+        if cache.dtype == torch.float8_e4m3fn:
+            new = (new.float() / x[f"{part}_scale"][:, None]).clamp(-E4M3_MAX, E4M3_MAX)
+        cache[where] = new.to(cache.dtype)
     q_out = torch.full_like(x["q"], torch.nan)
     if config.rotary_dim and config.group:
         q_out[live] = turned("q")
@@ -62,9 +65,9 @@ def _attention(layer: Any, x: Tensors) -> list[torch.Tensor]:
             continue
         rows, slots = slice(tile_row, tile_row + tile_rows), torch.arange(begin, end)
         pages = x["page_table"][request, slots // config.page_size].long()
-        k, v = (
-            x[name][pages, slots % config.page_size].double() for name in ("k_cache", "v_cache")
-        )
+        k, v = (x[f"{name}_cache"][pages, slots % config.page_size].double() for name in "kv")
+        if config.kv_dtype == torch.float8_e4m3fn:
+            k, v = k * x["k_scale"].double()[:, None], v * x["v_scale"].double()[:, None]
         tree = (slots - prefix).clamp(min=0)
         words = x["packed_mask"][rows][:, tree // 32].long()
         visible = (slots < prefix) | ((words >> (tree % 32)) & 1 == 1)
