@@ -1,9 +1,9 @@
 """TensorRT engines with ``attention: plugin`` behind the executor's contract.
 
-A step is one ragged run: its rows stand one after another, KV lies in the executor's pages,
-and each request's page table, packed masks and work items go along. Sizes are rounded up, by
-rows that belong to nobody and work items with nothing to do, so that a few CUDA graphs serve
-all steps.
+A step is one ragged run: its rows stand one after another, KV and latents lie in the
+executor's pages, and each request's page table, packed masks and work items go along. Sizes are
+rounded up, by rows that belong to nobody and work items with nothing to do, so that a few CUDA
+graphs serve all steps.
 
 NOT YET RUN with TensorRT, whose plugins have not met a GPU that they were compiled for. The
 tests run every line here; what needs CUDA is given to it: ``executables`` alone.
@@ -11,7 +11,6 @@ tests run every line here; what needs CUDA is given to it: ``executables`` alone
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +19,8 @@ from numpy.typing import NDArray
 
 from trtree import _core
 from trtree.build.engine_dir import EngineDir, EngineDirError
-from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.plugins.sparse_indexer.plan import row_lengths
+from trtree.plugins.tree_attention.contract import AttentionSegment
 from trtree.plugins.tree_attention.plan import RowTables, plan_attention, row_tables
 from trtree.runtime.engines.manifest import capabilities_of
 from trtree.runtime.engines.tensorrt import draft_result, refuse_nan, refuse_split_logits
@@ -38,8 +38,9 @@ KvCommit: TypeAlias = Callable[[RowTables, torch.Tensor, torch.Tensor], None]
 PROFILE = "step"
 
 
-def device_commit(caches: Sequence[PagedKv]) -> KvCommit:
-    """The commit kernel on these caches; it runs outside the engine, and so needs Triton.
+def device_commit(caches: Sequence[torch.Tensor]) -> KvCommit:
+    """The commit kernel on these caches, once for all of one shape; it runs outside the engine,
+    and so needs Triton.
 
     Raises:
         EngineDirError: there is none.
@@ -50,7 +51,16 @@ def device_commit(caches: Sequence[PagedKv]) -> KvCommit:
         raise EngineDirError(
             f"attention plugin commits with a Triton kernel ({error}); pip install 'trtree[gpu]'"
         ) from None
-    return partial(launch.commit, launch.KvStores.of(caches))
+    alike: dict[torch.Size, list[torch.Tensor]] = {}
+    for cache in caches:
+        alike.setdefault(cache.shape, []).append(cache)
+    stores = [launch.KvStores.of_tensors(group) for group in alike.values()]
+
+    def commit(tables: RowTables, accepted: torch.Tensor, num_accepted: torch.Tensor) -> None:
+        for group in stores:
+            launch.commit(group, tables, accepted, num_accepted)
+
+    return commit
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,8 @@ class PagedTensorRTEngine(_core.Engine):
     Args:
         executables: a loaded engine per file of this rank.
         device: where its memory is.
-        commit_for: makes the target's commit, from all its layers' caches.
+        commit_for: makes the target's commit, from the caches of all its layers [pages, page_size,
+            ...], of which those of one shape go together.
         target_ctas: CTAs that attention is cut into: the GPU's SMs.
         rank: whose engines these are.
     """
@@ -80,7 +91,7 @@ class PagedTensorRTEngine(_core.Engine):
         engine: EngineDir,
         executables: Mapping[str, Executable],
         device: torch.device,
-        commit_for: Callable[[Sequence[PagedKv]], KvCommit],
+        commit_for: Callable[[Sequence[torch.Tensor]], KvCommit],
         *,
         target_ctas: int,
         rank: int = 0,
@@ -104,7 +115,7 @@ class PagedTensorRTEngine(_core.Engine):
                     self.caches |= dict(zip(names, memory, strict=True))
             own = {name: self.caches[name] for name in spec.caches}
             self._engines[entry["network"]] = BoundEngine(spec, executables[file], own, device)
-        self._commit = commit_for(self._layers("target"))
+        self._commit = commit_for([self.caches[n] for n in self._engines["target"].spec.caches])
         speculative = engine.manifest["speculative_config"]
         self._mask_token = speculative["mask_token_id"] if speculative else 0
         self._last_step: _Step | None = None
@@ -125,6 +136,8 @@ class PagedTensorRTEngine(_core.Engine):
             "output_rows": np.asarray(batch.output_rows),
         }
         results, tables = self._run("target", segments, inputs)
+        if "nan_counts" in results:
+            refuse_nan_scores(results["nan_counts"])
         argmax = results["argmax"][0, : len(batch.output_rows)].cpu().numpy()
         refuse_nan(argmax, self._capabilities.vocab_size)
         wanted = np.flatnonzero(batch.needs_logits)
@@ -236,6 +249,7 @@ class PagedTensorRTEngine(_core.Engine):
             "slots": tables.slots,
             "requests": tables.requests,
             "page_table": tables.page_table,
+            "lengths": row_lengths(segments, sizes["rows"]),
         }
         for plan in engine.spec.plans:
             made = plan_attention(
@@ -246,6 +260,7 @@ class PagedTensorRTEngine(_core.Engine):
                 block_m=plan.block_m,
                 target_ctas=self._target_ctas,
                 window=plan.window,
+                top_k=plan.top_k,
                 max_items=plan.max_items,
             )
             items = rounded_up(made.num_items, plan.max_items)
@@ -259,12 +274,18 @@ class PagedTensorRTEngine(_core.Engine):
         }
         return engine.run(PROFILE, sizes, padded), tables.to(self._device)
 
-    def _layers(self, network: str) -> list[PagedKv]:
-        names = [n.removesuffix(".k") for n in self._engines[network].spec.caches if n[-2:] == ".k"]
-        return [PagedKv(self.caches[f"{n}.k"], self.caches[f"{n}.v"]) for n in names]
-
     def _moved(self, array: NDArray[np.int32]) -> torch.Tensor:
         return torch.as_tensor(array, device=self._device)
+
+
+def refuse_nan_scores(counts: torch.Tensor) -> None:
+    """Raises FloatingPointError where a row [rows] has NaN among its indexers' scores."""
+    bad = counts.nonzero()
+    if len(bad):
+        raise FloatingPointError(
+            f"index_select: NaN in the scores of row {int(bad[0])}; "
+            "a weight or an activation overflowed"
+        )
 
 
 def rounded_up(size: int, most: int) -> int:

@@ -15,8 +15,9 @@ from trtree.build.lowering.division import Shard
 from trtree.build.lowering.tensorrt import backend
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
 from trtree.build.options import BuildOptions
-from trtree.plugins.tree_attention import reference as attention
-from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.plugins import latent_cache
+from trtree.plugins.latent_cache import LatentCache
+from trtree.plugins.tree_attention.contract import AttentionSegment
 from trtree.plugins.tree_attention.plan import RowTables
 from trtree.runtime.engines.tensorrt import TensorRTEngine
 from trtree.runtime.engines.tensorrt_paged import KvCommit, PagedTensorRTEngine
@@ -76,18 +77,18 @@ class RankExecutable(EvaluatedExecutable):
             return finished.value
 
 
-CommitFor = Callable[[Sequence[PagedKv]], KvCommit]
+CommitFor = Callable[[Sequence[torch.Tensor]], KvCommit]
 
 
-def reference_commit(caches: Sequence[PagedKv]) -> KvCommit:
+def reference_commit(caches: Sequence[torch.Tensor]) -> KvCommit:
     """The commit kernel's contract, by the reference."""
 
     def commit(tables: RowTables, accepted: torch.Tensor, num_accepted: torch.Tensor) -> None:
         for request, count in enumerate(num_accepted.tolist()):
             prefix, pages = int(tables.prefix_lengths[request]), tables.page_table[request].long()
+            segment = AttentionSegment(0, 0, prefix, pages)
             for cache in caches:
-                segment = AttentionSegment(0, 0, prefix, pages)
-                attention.commit(cache, segment, accepted[request, :count].long())
+                latent_cache.commit(LatentCache(cache), segment, accepted[request, :count].long())
 
     return commit
 

@@ -10,6 +10,8 @@ from lowered import Batch
 from trtree.build.lowering.reference import StepContext
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
 from trtree.build.network.network import Network
+from trtree.plugins.latent_cache import LatentCache
+from trtree.plugins.sparse_indexer.plan import row_lengths
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 from trtree.plugins.tree_attention.plan import plan_attention, row_tables
 
@@ -21,7 +23,8 @@ GARBAGE = 3e4
 
 @dataclass
 class PagedBatch(Batch):
-    """``caches`` are [pages, page_size, kv_heads, D]; target_ctas cuts attention into items."""
+    """``caches`` are [pages, page_size, kv_heads, D], or [pages, page_size, D] of latents;
+    target_ctas cuts attention into items."""
 
     segments: Sequence[AttentionSegment]
     target_ctas: int = 64
@@ -57,6 +60,7 @@ class PagedBatch(Batch):
             "requests": tables.requests,
             "page_table": table,
             "output_rows": given["output_rows"][None],
+            "lengths": row_lengths(self.segments, self.num_rows + PADDING),
         }
         for plan in lowered.plans:
             made = plan_attention(
@@ -67,6 +71,7 @@ class PagedBatch(Batch):
                 block_m=plan.block_m,
                 target_ctas=self.target_ctas,
                 window=plan.window,
+                top_k=plan.top_k,
                 max_items=plan.max_items,
             )
             # And one idle item.
@@ -80,7 +85,12 @@ class PagedBatch(Batch):
             name: PagedKv(self.caches[f"{name}.k"].clone(), self.caches[f"{name}.v"].clone())
             for name in names
         }
-        return StepContext(caches, self.segments)
+        latents = {
+            name.removesuffix(".latent"): LatentCache(cache.clone())
+            for name, cache in self.caches.items()
+            if name.endswith(".latent")
+        }
+        return StepContext(caches, self.segments, latents=latents)
 
 
 def make_paged_batch(
@@ -90,12 +100,12 @@ def make_paged_batch(
     parents: Sequence[Sequence[int]],
     seed: int = 0,
 ) -> PagedBatch:
-    """Random committed keys and values in shuffled pages, garbage everywhere else."""
+    """Random committed keys, values and latents in shuffled pages, garbage everywhere else."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
         binding.name: ([int(dim) for dim in binding.dims], getattr(torch, binding.dtype))
         for binding in lowered.inputs
-        if binding.name.endswith((".k", ".v"))
+        if binding.name.endswith((".k", ".v", ".latent"))
     }
     (num_pages, page_size, *_), _ = next(iter(shapes.values()))
     free = list(range(num_pages))
@@ -110,7 +120,7 @@ def make_paged_batch(
     for name, (shape, dtype) in shapes.items():
         caches[name] = torch.full(shape, GARBAGE, dtype=dtype)
         for segment in segments:
-            where = PagedKv(caches[name], caches[name]).locate(
+            where = LatentCache(caches[name]).locate(
                 segment.pages, torch.arange(segment.prefix_length)
             )
             new = torch.randn(segment.prefix_length, *shape[2:], generator=generator)
@@ -126,10 +136,17 @@ def ragged_forced(
 ) -> dict[str, torch.Tensor]:
     """A reference run's tensors [rows, ...] in the layout and under the names of the lowered
     network; those of output rows have no padding."""
-    forced = {}
+    forced, ragged = {}, ragged_names(network)
     for name, value in values.items():
         if name in lowered.tensors:
             of_outputs = network.tensors[name].shape[0] == "outputs"
             rows = value if of_outputs else batch.padded_rows(value)
-            forced[lowered.tensors[name]] = rows if value.ndim == 3 else rows[None]
+            forced[lowered.tensors[name]] = rows if name in ragged else rows[None]
     return forced
+
+
+def ragged_names(network: Network) -> set[str]:
+    """What the lowered network has as [rows, ...]: heads and selections; the rest is
+    [1, rows, ...]."""
+    chosen = {op.outputs[0] for op in network.ops if op.kind == "index_select"}
+    return chosen | {name for name, tensor in network.tensors.items() if len(tensor.shape) == 3}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trtree.build.lowering.tensorrt import branch
+from trtree.build.lowering.tensorrt import branch, paged_latent
 from trtree.build.lowering.tensorrt import paged as paged_attention
 from trtree.build.lowering.tensorrt.context import (
     BATCH,
@@ -25,7 +25,8 @@ from trtree.build.lowering.tensorrt.context import (
 )
 from trtree.build.lowering.tensorrt.emitter import Emitter
 from trtree.build.lowering.tensorrt.ops import OPS, SHARDABLE
-from trtree.build.lowering.tensorrt.paged import PagedLowering, StepPlan, Unturned
+from trtree.build.lowering.tensorrt.paged import PagedLowering, Untensored
+from trtree.build.lowering.tensorrt.paged_sizes import StepPlan
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.network import Network, NetworkError, State
 
@@ -79,7 +80,7 @@ def lower(
     Raises:
         NetworkError: an op has no lowering, or TensorRT refused a layer.
     """
-    functions = OPS | paged_attention.OPS if paged else OPS
+    functions = OPS | paged_attention.OPS | paged_latent.OPS if paged else OPS
     unknown = sorted({op.kind for op in network.ops} - set(functions))
     if unknown:
         raise NetworkError(f"{network.name}: the TensorRT lowering has no {unknown}")
@@ -98,16 +99,16 @@ def lower(
             raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
         operands = [low.values[name] for name in op.inputs]
         if op.kind not in paged_attention.TURNING and any(
-            isinstance(operand, Unturned) for operand in operands
+            isinstance(operand, Untensored) for operand in operands
         ):
             raise NetworkError(f"{op.name}: plugin attention turns {op.inputs[0]} for itself alone")
         with low.emit.op(op.name):
             results = functions[op.kind](low, op, operands)
         for name, value in zip(op.outputs, results, strict=True):
             low.values[name] = value
-    outputs = _outputs(low)
+    outputs = _outputs(low) + (paged_attention.step_outputs(low) if paged else [])
     tensors = {
-        name: value.name for name, value in low.values.items() if not isinstance(value, Unturned)
+        name: value.name for name, value in low.values.items() if not isinstance(value, Untensored)
     }
     plans = list(dict.fromkeys(paged.plans.values())) if paged else []
     branches = {name: network.states[name].kind for name in low.committed}
@@ -145,7 +146,8 @@ def _cache_inputs(low: Lowering) -> list[Binding]:
         dims: tuple[int | str, ...] = (BATCH, own.heads, low.cache_length, state.head_dim)
         if low.paged:
             sizes = low.paged.sizes
-            dims = (sizes.num_pages, sizes.page_size, own.heads, state.head_dim)
+            heads = () if state.kind == "latent" else (own.heads,)
+            dims = (sizes.num_pages, sizes.page_size, *heads, state.head_dim)
         parts = [Binding(f"{state.name}.{p}", state.dtype, dims) for p in cache_parts(state)]
         low.caches[state.name] = tuple(_add_input(low, part) for part in parts)
         bindings += parts
