@@ -62,7 +62,7 @@ class Plugin(Generic[Config]):
     """What TensorRT is told about one kernel.
 
     outputs: (tensorrt, tensorrt.plugin, inputs, layer) -> descriptions, in the kernel's order.
-    grid: CTAs in x, a symbolic expression, and in y.
+    grid: CTAs in x and, where there are more, in y and z; symbolic expressions or numbers.
     scalars: the kernel's integers, symbolic too.
     example: any configuration; the arguments' names and order are alike for all.
     """
@@ -71,7 +71,7 @@ class Plugin(Generic[Config]):
     output_names: tuple[str, ...]
     spec: Callable[[Config, int], KernelSpec]
     outputs: Callable[[Any, Any, Tensors, PluginLayer[Config]], tuple[Any, ...]]
-    grid: Callable[[Any, Tensors, PluginLayer[Config]], tuple[Any, int]]
+    grid: Callable[[Any, Tensors, PluginLayer[Config]], tuple[Any, ...]]
     scalars: Callable[[Tensors, Config], tuple[Any, ...]]
     example: Config
 
@@ -154,7 +154,8 @@ def _implement(plugin: Plugin[Any], trtp: Any, cache: Path | None) -> Callable[.
         tensors = dict(zip(names, inputs, strict=True))
         compiled = compile_kernel(plugin.spec(chosen.config, chosen.sm), chosen.sm, cache)
         launch = trtp.KernelLaunchParams()
-        launch.grid_x, launch.grid_y = plugin.grid(trtp, tensors, chosen)
+        for axis, size in zip("xyz", plugin.grid(trtp, tensors, chosen), strict=False):
+            setattr(launch, f"grid_{axis}", size)
         launch.block_x = 32 * compiled.resources.num_warps
         launch.shared_mem = compiled.resources.shared_bytes
         scalars = plugin.scalars(tensors, chosen.config)

@@ -9,16 +9,17 @@ NOT YET RUN with TensorRT, whose plugins have not met a GPU that they were compi
 tests run every line here; what needs CUDA is given to it: ``executables`` alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from trtree import _core
-from trtree.build.engine_dir import EngineDir, EngineDirError
+from trtree.build.engine_dir import EngineDir
+from trtree.plugins.branch_tables import BranchTables, path_table
 from trtree.plugins.sparse_indexer.plan import row_lengths
 from trtree.plugins.tree_attention.contract import AttentionSegment
 from trtree.plugins.tree_attention.plan import RowTables, plan_attention, row_tables
@@ -30,48 +31,23 @@ from trtree.runtime.engines.tensorrt_buffers import (
     Executable,
     allocate_caches,
 )
-
-# Moves accepted rows of all layers behind their prefixes: the step's tables, accepted int32
-# [requests, n] and num_accepted int32 [requests]; see plugins/tree_attention/launch.py.
-KvCommit: TypeAlias = Callable[[RowTables, torch.Tensor, torch.Tensor], None]
+from trtree.runtime.engines.tensorrt_commits import Commits
+from trtree.runtime.engines.tensorrt_states import RaggedStates
 
 PROFILE = "step"
 
 
-def device_commit(caches: Sequence[torch.Tensor]) -> KvCommit:
-    """The commit kernel on these caches, once for all of one shape; it runs outside the engine,
-    and so needs Triton.
-
-    Raises:
-        EngineDirError: there is none.
-    """
-    try:
-        from trtree.plugins.tree_attention import launch
-    except ImportError as error:
-        raise EngineDirError(
-            f"attention plugin commits with a Triton kernel ({error}); pip install 'trtree[gpu]'"
-        ) from None
-    alike: dict[torch.Size, list[torch.Tensor]] = {}
-    for cache in caches:
-        alike.setdefault(cache.shape, []).append(cache)
-    stores = [launch.KvStores.of_tensors(group) for group in alike.values()]
-
-    def commit(tables: RowTables, accepted: torch.Tensor, num_accepted: torch.Tensor) -> None:
-        for group in stores:
-            launch.commit(group, tables, accepted, num_accepted)
-
-    return commit
-
-
 @dataclass(frozen=True)
 class _Step:
-    """What a commit needs of the step before it. captured: [rows, features]; it lies in the
-    target's memory, which no other run touches before the commit."""
+    """What a commit needs of the step before it. results: the target's, such as captured states
+    [1, rows, features]; they lie in its memory, which no other run touches before the commit.
+    branches: where state branches."""
 
     batch: _core.RowBatch
     segments: Sequence[AttentionSegment]
     tables: RowTables
-    captured: torch.Tensor | None
+    results: Mapping[str, torch.Tensor]
+    branches: BranchTables | None
 
 
 class PagedTensorRTEngine(_core.Engine):
@@ -80,8 +56,7 @@ class PagedTensorRTEngine(_core.Engine):
     Args:
         executables: a loaded engine per file of this rank.
         device: where its memory is.
-        commit_for: makes the target's commit, from the caches of all its layers [pages, page_size,
-            ...], of which those of one shape go together.
+        commits: the kernels that move what was accepted.
         target_ctas: CTAs that attention is cut into: the GPU's SMs.
         rank: whose engines these are.
     """
@@ -91,7 +66,7 @@ class PagedTensorRTEngine(_core.Engine):
         engine: EngineDir,
         executables: Mapping[str, Executable],
         device: torch.device,
-        commit_for: Callable[[Sequence[torch.Tensor]], KvCommit],
+        commits: Commits,
         *,
         target_ctas: int,
         rank: int = 0,
@@ -106,6 +81,7 @@ class PagedTensorRTEngine(_core.Engine):
         self._positions: int = built["cache_length"]
         self._engines: dict[str, BoundEngine] = {}
         self.caches: dict[str, torch.Tensor] = {}
+        self._states: RaggedStates | None = None
         for file, entry in built["engines"].items():
             if entry["rank"] != rank:
                 continue
@@ -114,8 +90,12 @@ class PagedTensorRTEngine(_core.Engine):
                 for names, memory in allocate_caches(spec, {}, device).items():
                     self.caches |= dict(zip(names, memory, strict=True))
             own = {name: self.caches[name] for name in spec.caches}
+            if spec.branches:
+                self._states = RaggedStates(spec, device, commits)
+                own |= self._states.committed
             self._engines[entry["network"]] = BoundEngine(spec, executables[file], own, device)
-        self._commit = commit_for([self.caches[n] for n in self._engines["target"].spec.caches])
+        paged = self._engines["target"].spec.caches
+        self._commit_pages = commits.pages([self.caches[name] for name in paged])
         speculative = engine.manifest["speculative_config"]
         self._mask_token = speculative["mask_token_id"] if speculative else 0
         self._last_step: _Step | None = None
@@ -129,12 +109,15 @@ class PagedTensorRTEngine(_core.Engine):
         _core.check_batch(batch, self._capabilities)
         segments = [_segment(s.sequence, s.first_row, s.num_rows) for s in batch.segments]
         masks = np.asarray(batch.packed_mask).reshape(-1, batch.mask_words)
-        inputs = {
+        inputs: dict[str, NDArray[Any] | torch.Tensor] = {
             "token_ids": np.asarray(batch.token_ids),
             "positions": np.asarray(batch.positions),
             "packed_mask": masks,
             "output_rows": np.asarray(batch.output_rows),
         }
+        branches = self._states.tables(batch) if self._states else None
+        if branches:
+            inputs |= {"conv_inputs": branches.conv_inputs, "branch_requests": branches.requests}
         results, tables = self._run("target", segments, inputs)
         if "nan_counts" in results:
             refuse_nan_scores(results["nan_counts"])
@@ -146,13 +129,13 @@ class PagedTensorRTEngine(_core.Engine):
             refuse_split_logits(self._ranks)
             index = torch.as_tensor(wanted, device=self._device)
             logits = results["logits"][0].index_select(0, index).float().cpu().numpy().reshape(-1)
-        captured = results["captured"][0] if "captured" in results else None
-        self._last_step = _Step(batch, segments, tables, captured)
+        self._last_step = _Step(batch, segments, tables, results, branches)
         return _core.StepResult(argmax, logits)
 
     @torch.inference_mode()
     def commit(self, commits: Sequence[_core.Commit]) -> None:
-        """Move accepted rows' KV behind the prefix; extend the drafter's context by them."""
+        """Move accepted rows' KV behind the prefix, and state along them; extend the drafter's
+        context by them."""
         step = self._last_step
         if step is None:
             raise ValueError("commit without a step before it")
@@ -161,12 +144,12 @@ class PagedTensorRTEngine(_core.Engine):
         rows = {c.sequence.request_id: np.asarray(c.rows, dtype=np.int32) for c in commits}
         requests = [segment.sequence.request_id for segment in step.batch.segments]
         paths = [rows.get(request, np.zeros(0, np.int32)) for request in requests]
+        accepted, counts = path_table(paths, self._device)
         if any((path != np.arange(len(path))).any() for path in paths):
-            accepted = np.zeros((len(paths), max(map(len, paths))), dtype=np.int32)
-            for index, path in enumerate(paths):
-                accepted[index, : len(path)] = path
-            counts = np.array([len(path) for path in paths], dtype=np.int32)
-            self._commit(step.tables, self._moved(accepted), self._moved(counts))
+            self._commit_pages(step.tables, accepted, counts)
+        if self._states and step.branches:
+            tables = step.branches.to(self._device)
+            self._states.commit(step.results, tables, accepted, counts)
         extended = {c.sequence.request_id for c in commits if c.extend_drafter}
         if "drafter_context" in self._engines:
             kept = [
@@ -212,11 +195,11 @@ class PagedTensorRTEngine(_core.Engine):
                 first += len(path)
         if not segments:
             return
-        if step.captured is None:
+        if "captured" not in step.results:
             raise RuntimeError("the target engine captured no hidden states for the drafter")
         rows = np.concatenate(chosen)
         inputs: dict[str, NDArray[Any] | torch.Tensor] = {
-            "captured": step.captured.index_select(0, self._moved(rows)),
+            "captured": step.results["captured"][0].index_select(0, self._moved(rows)),
             "positions": np.asarray(step.batch.positions)[rows],
         }
         self._run("drafter_context", segments, inputs)
@@ -270,7 +253,7 @@ class PagedTensorRTEngine(_core.Engine):
         padded = {
             binding.name: _padded(given[binding.name], binding.shape(sizes))
             for binding in engine.spec.inputs
-            if binding.name not in engine.spec.caches
+            if binding.name not in {*engine.spec.caches, *engine.spec.branches}
         }
         return engine.run(PROFILE, sizes, padded), tables.to(self._device)
 

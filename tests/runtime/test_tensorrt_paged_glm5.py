@@ -6,20 +6,19 @@ Everything else is as in test_tensorrt_glm5.py.
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from engines import random_checkpoint
-from evaluated_engine import evaluated_engine, evaluated_ranks, reference_commit
+from evaluated_engine import evaluated_engine, evaluated_ranks
 from random_drafter import random_drafter
 from random_glm5 import glm5_config
 from runner_checks import CHAIN, MAX_TOKENS, PLAIN, TREE, decode, on_all_ranks
 from steps import path_to, random_tree, run_rows
 from trtree import _core
 from trtree.build.options import BuildOptions
-from trtree.runtime.engines.tensorrt_paged import device_commit
+from trtree.runtime.engines.tensorrt_commits import Commits, DeviceCommits, PagesCommit
 from trtree.runtime.executor import Executor, Request
 
 VOCAB = 80
@@ -78,10 +77,10 @@ def test_prompts_that_begin_alike_share_pages(options: BuildOptions) -> None:
     assert executor.latest_statistics().cached_prompt_tokens == 40
 
 
-def furthest(options: BuildOptions, commit_for: Any = reference_commit) -> float:
+def furthest(options: BuildOptions, commits: Commits | None = None) -> float:
     """Rows of random trees against each row's path alone, behind random accepted paths."""
-    trees, _ = evaluated_engine(options, commit_for, **PLUGIN)
-    paths, _ = evaluated_engine(options, commit_for, **PLUGIN)
+    trees, _ = evaluated_engine(options, commits, **PLUGIN)
+    paths, _ = evaluated_engine(options, commits, **PLUGIN)
     rng, length, worst = random.Random(3), 0, 0.0
     for _ in range(5):  # the first rows see fewer keys than index_topk
         tokens, parents = random_tree(rng, 24, VOCAB)
@@ -103,12 +102,13 @@ def test_a_tree_rows_logits_are_those_of_its_path(options: BuildOptions) -> None
 
 def test_the_commit_kernel_moves_latents_and_keys(options: BuildOptions) -> None:
     """Interpreted; caches of two shapes, a launch each."""
-    assert furthest(options, device_commit) < 1e-3
+    assert furthest(options, DeviceCommits()) < 1e-3
 
-    def first_shape(caches: Sequence[torch.Tensor]) -> Any:
-        return device_commit([cache for cache in caches if cache.shape == caches[0].shape])
+    class FirstShape(DeviceCommits):
+        def pages(self, caches: Sequence[torch.Tensor]) -> PagesCommit:
+            return super().pages([cache for cache in caches if cache.shape == caches[0].shape])
 
-    assert furthest(options, first_shape) > 1e-2
+    assert furthest(options, FirstShape()) > 1e-2
 
 
 def test_ranks_decode_what_one_does(options: BuildOptions) -> None:

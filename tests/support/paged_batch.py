@@ -10,6 +10,8 @@ from lowered import Batch
 from trtree.build.lowering.reference import StepContext
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
 from trtree.build.network.network import Network
+from trtree.plugins.branch_state import StateSegment
+from trtree.plugins.branch_tables import BranchTables
 from trtree.plugins.latent_cache import LatentCache
 from trtree.plugins.sparse_indexer.plan import row_lengths
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
@@ -61,7 +63,14 @@ class PagedBatch(Batch):
             "page_table": table,
             "output_rows": given["output_rows"][None],
             "lengths": row_lengths(self.segments, self.num_rows + PADDING),
+            **self.states,
         }
+        if self.states:
+            (kernel,) = {1 + s.shape[1] for s in self.states.values() if s.ndim == 3}
+            branches = BranchTables.of(self.branches(), kernel)
+            idle = int(bindings["branch_requests"].dims[0]) - requests
+            inputs["branch_requests"] = torch.nn.functional.pad(branches.requests, (0, 0, 0, idle))
+            inputs["conv_inputs"] = self.padded_rows(branches.conv_inputs)
         for plan in lowered.plans:
             made = plan_attention(
                 self.segments,
@@ -90,7 +99,15 @@ class PagedBatch(Batch):
             for name, cache in self.caches.items()
             if name.endswith(".latent")
         }
-        return StepContext(caches, self.segments, latents=latents)
+        return StepContext(caches, self.segments, self.states, self.branches(), latents=latents)
+
+    def branches(self) -> list[StateSegment]:
+        """Requests in slots from the last on."""
+        slots = max((len(state) for state in self.states.values()), default=0)
+        return [
+            StateSegment(s.first_row, s.num_rows, slots - 1 - index, s.prefix_length == 0, parents)
+            for index, (s, parents) in enumerate(zip(self.segments, self.parents, strict=True))
+        ]
 
 
 def make_paged_batch(
@@ -125,7 +142,12 @@ def make_paged_batch(
             )
             new = torch.randn(segment.prefix_length, *shape[2:], generator=generator)
             caches[name][where] = new.to(dtype)
-    return PagedBatch(lengths, token_ids, parents, caches, segments)
+    states = {}
+    for binding in lowered.inputs:
+        if binding.name in lowered.branches:
+            state = torch.randn([int(dim) for dim in binding.dims], generator=generator)
+            states[binding.name] = state.to(getattr(torch, binding.dtype))
+    return PagedBatch(lengths, token_ids, parents, caches, segments, states=states)
 
 
 def ragged_forced(

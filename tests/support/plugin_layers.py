@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 
 import attention_layers
+import branch_layers
 import latent_layers
 from trtree.plugins.registry import PLUGINS
 
 _PLUGINS = {plugin.name: plugin for plugin in PLUGINS}
-_LAYERS = attention_layers.LAYERS | latent_layers.LAYERS
+_LAYERS = attention_layers.LAYERS | latent_layers.LAYERS | branch_layers.LAYERS
 
 
 def plugin_layer(

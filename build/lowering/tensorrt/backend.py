@@ -30,6 +30,7 @@ from trtree.build.lowering.tensorrt.weights import Encoding, constant_bytes, sta
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError
+from trtree.plugins.gated_delta_net.tiles import HEAD_DIMS as DELTA_DIMS
 from trtree.plugins.tree_attention.tiles import HEAD_DIMS, MAX_PAGE_SIZE, SMS
 
 DTYPE: DType = "bfloat16"
@@ -162,10 +163,11 @@ def _check_plugin(options: BuildOptions, networks: Mapping[str, Network]) -> Non
         )
     states = [state for network in networks.values() for state in network.states.values()]
     for state in states:
-        if not state.paged:
+        if state.kind == "recurrent" and not {state.head_dim, state.value_dim} <= set(DELTA_DIMS):
             raise OptionError(
-                f"attention plugin: {state.name} is {state.kind} state, which its ragged steps do "
-                "not have yet; pass --attention native"
+                f"attention plugin: {state.name} has keys of {state.head_dim} and values of "
+                f"{state.value_dim}, its kernels take {', '.join(map(str, DELTA_DIMS))}; pass "
+                "--attention native"
             )
         if state.kind == "latent" and state.head_dim % 2:
             raise OptionError(

@@ -42,7 +42,7 @@ def workspace(network: Network, sizes: Sizes, encoding: Encoding) -> Workspace:
             _peak(network, profile, encoding)
             + max(
                 _attention(network, profile, sizes, encoding),
-                _coupling(network, profile, encoding),
+                0 if isinstance(sizes, PagedSizes) else _coupling(network, profile, encoding),
             )
             for profile in profiles
         ),

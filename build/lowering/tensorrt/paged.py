@@ -15,15 +15,19 @@ import torch
 
 from trtree.build.lowering.division import Shard
 from trtree.build.lowering.reference import TORCH_DTYPES
+from trtree.build.lowering.tensorrt import branch
 from trtree.build.lowering.tensorrt import ops as native
 from trtree.build.lowering.tensorrt.context import OUTPUT_PREFIX, ROWS, Binding, Lowering
 from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes, StepPlan
 from trtree.build.network.network import Network, NetworkError, Op
+from trtree.plugins.branch_tables import REQUEST_FIELDS
 
 # Inputs of a step that its attention layers share; see plugins/tree_attention/plan.py.
 REQUESTS, PAGE_TABLE, WORK, ROW_SPLITS = "requests", "page_table", "work", "row_splits"
 # And where an indexer chooses: the slots of each row's request.
 LENGTHS = "lengths"
+# And where state branches: plugins/branch_tables.py's requests, of which idle ones have no rows.
+BRANCH_REQUESTS = "branch_requests"
 
 
 class Untensored:
@@ -67,9 +71,10 @@ def paged_lowering(
     return PagedLowering(sizes, plugins, sizes.plans(network, shard))
 
 
-def step_inputs(paged: PagedLowering) -> list[Binding]:
+def step_inputs(low: Lowering) -> list[Binding]:
     """Beside the graph's own inputs: whose row is whose, where pages are, who does what."""
-    sizes = paged.sizes
+    paged = paged_of(low)
+    sizes, branches = paged.sizes, not all(s.paged for s in low.network.states.values())
     inputs = [
         Binding(REQUESTS, "int32", (ROWS,)),
         Binding(PAGE_TABLE, "int32", (sizes.max_requests, sizes.table_width)),
@@ -80,6 +85,8 @@ def step_inputs(paged: PagedLowering) -> list[Binding]:
             inputs.append(Binding(ROW_SPLITS + plan.suffix, "int32", (ROWS, 3)))
     if any(not plan.merged for plan in paged.plans.values()):
         inputs.append(Binding(LENGTHS, "int32", (ROWS,)))
+    if branches:
+        inputs.append(Binding(BRANCH_REQUESTS, "int32", (sizes.max_requests, REQUEST_FIELDS)))
     return inputs
 
 
@@ -98,12 +105,14 @@ def step_outputs(low: Lowering) -> list[Binding]:
 
 
 def reshaped_inputs(low: Lowering) -> dict[str, Binding]:
-    """Inputs of the graph that only attention reads, as its kernels want them."""
+    """Inputs of the graph that only kernels read, as they want them."""
     mask = (ROWS, paged_of(low).sizes.mask_words(low.network.name))
+    parents = branch.parents_binding(low.network)
     return {
         "slots": Binding("slots", "int32", (ROWS,)),
         "packed_mask": Binding("packed_mask", "int32", mask),
         "causal_mask": Binding("causal_mask", "int32", mask),
+        branch.PARENTS: replace(parents, dims=(ROWS, parents.dims[-1])),
     }
 
 
@@ -111,7 +120,7 @@ def reshaped_inputs(low: Lowering) -> dict[str, Binding]:
 
 
 def reshape(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
-    """[1, rows, F] to [rows, heads, D], or back."""
+    """[1, rows, F] to [rows, heads, D], or back, or the same numbers to other heads."""
     if isinstance(x[0], Unturned):
         return [_one_head(low, op, x[0])]
     before = low.network.tensors[op.inputs[0]].shape
@@ -123,6 +132,8 @@ def reshape(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
         return [low.emit.shuffle("heads", x[0], (-1, extent, int(after[2])))]
     if (len(before), len(after)) == (3, 2):
         return [low.emit.shuffle("merged", x[0], (1, -1, extent))]
+    if (len(before), len(after)) == (3, 3):
+        return [low.emit.shuffle("regrouped", x[0], (-1, extent, int(after[2])))]
     raise NetworkError(
         f"{op.name}: plugin attention has no reshape from {list(before)} to {list(after)}"
     )
@@ -213,8 +224,8 @@ def tree_attention(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
 
 def _layer(low: Lowering, op: Op, k: Any, v: Any, q: Any, group: int) -> tuple[Any, dict[str, Any]]:
     """A layer's kernels, and the tensors of append."""
+    from trtree.plugins.tensorrt_plugin import PluginLayer
     from trtree.plugins.tree_attention.specs import LayerConfig
-    from trtree.plugins.tree_attention.tensorrt_plugin import PluginLayer
 
     paged, emit = paged_of(low), low.emit
     state = low.network.states[str(op.state)]
