@@ -33,7 +33,7 @@ from trtree.build.lowering import LOWERINGS
 from trtree.build.lowering.division import Division, Shard
 from trtree.build.lowering.shard import RankNetworks, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
-from trtree.build.lowering.tensorrt.paged import PagedSizes
+from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
