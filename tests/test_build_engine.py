@@ -313,9 +313,9 @@ def test_missing_tokenizer(refused: Callable[..., str], target: Path) -> None:
     [
         ("tokenizer.json", "", "not a tokenizer"),
         ("tokenizer.json", "{}", "not a tokenizer"),
-        ("tokenizer_config.json", "{", "not JSON"),
-        ("generation_config.json", "", "not JSON"),
-        ("generation_config.json", "[0]", "expected an object"),
+        ("tokenizer_config.json", "{", "not valid JSON"),
+        ("generation_config.json", "", "not valid JSON"),
+        ("generation_config.json", "[0]", "expected a JSON object"),
         ("generation_config.json", f'{{"eos_token_id": {DEMO_VOCAB}}}', f"vocab_size {DEMO_VOCAB}"),
     ],
 )
