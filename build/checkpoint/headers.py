@@ -53,6 +53,7 @@ SCALES = (
 )
 # SVDQuant's A [rank, in_features] and B [out_features, rank], each a dense linear by itself.
 LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
+_SVD_PARTS = (PRE_QUANT_SCALE, *LOW_RANK)
 PARTS = ("weight", "weight_packed", "bias", PRE_QUANT_SCALE, *SCALES, *LOW_RANK)
 KV_SCALES = ("k_scale", "v_scale")
 KV_SCALE_SUFFIXES = tuple(f".{part}" for part in KV_SCALES)
@@ -140,6 +141,8 @@ def describe(
     elif ALGORITHMS[algorithm].weights == "fp8":
         info = _describe_fp8(tensors, module, weight, algorithm)
     else:
+        if algorithm == SVD and not any(f"{module}.{part}" in tensors for part in _SVD_PARTS):
+            algorithm = "NVFP4"  # ModelOpt names those that its search skipped no differently
         info = _describe_nvfp4(tensors, names, module, weight, algorithm)
     if (bias := tensors.get(f"{module}.bias")) is not None:
         _expect(f"{module}.bias", bias, [(info.out_features,)], DENSE_DTYPES)
@@ -178,6 +181,12 @@ def faults(
 ) -> Iterator[str]:
     """What is wrong with the modules that ``check_quantized_modules`` looks at, one by one."""
     described = set()
+    svd = quantization if quantization and quantization.algorithm == SVD else None
+    if svd and not any(name.endswith(LOW_RANK) for name in tensors):
+        yield (
+            f"{svd.source} says {SVD}, but no module has a tensor {LOW_RANK[0]}; were they left "
+            "out? Export again, or correct it to NVFP4"
+        )
     for name, info in tensors.items():
         module, _, part = name.rpartition(".")
         expert = ".experts." in name and len(info.shape) == 2

@@ -235,6 +235,15 @@ def test_svdquant(export: Export, mtq: Any, tmp_path: Path) -> None:
     checkpoint.check_coverage({n.rpartition(".")[0] for n in checkpoint.names()})
 
 
+def test_svdquant_may_skip_modules(export: Export, mtq: Any) -> None:
+    """ModelOpt says that they are NVFP4_SVD too."""
+    config = on_cpu(mtq.NVFP4_SVDQUANT_DEFAULT_CFG, rank=8)
+    config["algorithm"] |= {"skip_layers": ["*down_proj"]}
+    checkpoint = export("Qwen3", config)
+    check(checkpoint, [*ATTENTION, *MLP[:2]], "NVFP4_SVD")
+    check(checkpoint, MLP[2:], "NVFP4")
+
+
 def by_the_reference(
     checkpoint: Checkpoint, module: str, x: torch.Tensor, file: Path
 ) -> torch.Tensor:
