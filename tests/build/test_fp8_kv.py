@@ -1,12 +1,15 @@
 """FP8 KV caches: what a build decides, and the whole network against transformers' with its
 keys and values rounded as the contract says."""
 
+import itertools
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dequantized import dequantized
 from engines import random_checkpoint, tiny_config
@@ -210,3 +213,18 @@ def test_a_scale_of_no_cache_is_an_error(checkpoint: Make) -> None:
     network = description.networks["target"]
     with pytest.raises(CheckpointError, match=f"tensor {odd} is the scale of no KV cache"):
         type(cache)(**{**vars(cache), "scales": {odd: 1.0}}).checked(network, tiny_config())
+
+
+@pytest.mark.parametrize("name", ["{0}_proj.{0}_scale", "{0}_scale"])
+def test_both_exporters_names(checkpoint: Make, tmp_path: Path, name: str) -> None:
+    """ModelOpt's and compressed-tensors', of a checkpoint that is one or the other."""
+    path = shutil.copytree(checkpoint("FP8"), tmp_path / "named")
+    tensors = load_file(path / "model.safetensors")
+    expected = []
+    for layer, part in itertools.product(range(2), "kv"):
+        at = f"model.layers.{layer}.self_attn."
+        expected.append(float(tensors[f"{at}{part}_proj.{part}_scale"]))
+        tensors[at + name.format(part)] = tensors.pop(f"{at}{part}_proj.{part}_scale")
+    save_file(tensors, path / "model.safetensors")
+    states = builder.describe(BuildOptions(checkpoint=path)).networks["target"].states.values()
+    assert [x for s in states for x in (s.k_scale, s.v_scale)] == expected
