@@ -276,7 +276,7 @@ def write(
     options, source = description.options, description.source
     for owner, record in description.quantization.items():
         warn_of_differences(record, owner)
-    if description.kv_cache.why is not None and description.kv_cache.algorithm is not None:
+    if description.kv_cache.why and options.kv_cache == "auto":
         log.warning("target: KV cache in %s", description.kv_cache_summary)
     if not isinstance(source, SourceWithWeights):
         raise TypeError("a description made by plan() has no weights to write")

@@ -57,10 +57,15 @@ def test_a_quantized_checkpoint_decodes(
     checkpoint = Checkpoint.open(output)
     assert checkpoint.quantization is not None
     assert checkpoint.quantization.algorithm == algorithm
-    assert len(checkpoint.kv_scales()) == (4 if kv_cache else 0)
+    scales = checkpoint.kv_scales()
+    assert len(scales) == (4 if kv_cache else 0)
     description = builder.describe(BuildOptions(checkpoint=output, output=tmp_path / "engine"))
     assert description.activations == activations
     session = Session(builder.write(description))
+    states = session.engine_dir.plan()["states"]
+    used = [scale for state in states for scale in (state["k_scale"], state["v_scale"])]
+    assert used == list(scales.values() or [1.0] * 4)
+    assert {state["dtype"] for state in states} == {"float8_e4m3fn" if kv_cache else "float32"}
     speculative = session.speculative_config("plain")
     done = session.complete(Request([1, 2, 3], max_tokens=8, speculative=speculative))
     assert len(done.token_ids) == 8
