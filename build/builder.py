@@ -153,7 +153,7 @@ def describe(options: BuildOptions) -> EngineDescription:
         drafter = dflash_config.read_drafter(source.drafter)
         speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
-    if layer := headers.scaled_for_one_expert(source.target.names()):
+    if layer := headers.scaled_for_one_expert(source.target.names(), source.target.quantization):
         log.warning(
             "%s: the vector of its shared expert is in the norm before, which the router and the "
             "other experts read as well, and those were exported as if it were not: so ModelOpt "

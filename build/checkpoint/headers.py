@@ -149,15 +149,21 @@ def describe(
     return info
 
 
-def scaled_for_one_expert(names: Sequence[str]) -> str | None:
+def scaled_for_one_expert(
+    names: Sequence[str], quantization: QuantizationConfig | None
+) -> str | None:
     """The first MLP whose experts each scale their input, but for the shared one, whose vector
-    its exporter therefore folded into the norm that all of them read."""
+    AWQ's exporter therefore folded into the norm that all of them read."""
+    if quantization is None:
+        return None
     present = set(names)
     for name in names:
         mlp, shared, scale = name.rpartition(".shared_expert")
         if shared and scale.endswith("up_proj.weight_scale_2"):
-            own = f"{name.removesuffix('weight_scale_2')}{PRE_QUANT_SCALE}"
-            if own not in present and f"{mlp}.experts.0.up_proj.{PRE_QUANT_SCALE}" in present:
+            module = name.removesuffix(".weight_scale_2")
+            own, others = (f"{m}.{PRE_QUANT_SCALE}" for m in (module, f"{mlp}.experts.0.up_proj"))
+            folded = own not in present and others in present
+            if folded and quantization.algorithm_of(module) == "NVFP4_AWQ":
                 return mlp
     return None
 

@@ -102,7 +102,7 @@ def test_an_export_is_read_and_run(tmp_path: Path, family: str, algorithm: str) 
     if "AWQ" in algorithm:
         check_vectors(checkpoint, family)
     expected = "model.layers.1.mlp" if family == "glm" and "AWQ" in algorithm else None
-    assert scaled_for_one_expert(checkpoint.names()) == expected
+    assert scaled_for_one_expert(checkpoint.names(), checkpoint.quantization) == expected
     for name in checkpoint.names():
         if ".experts." in name and name.endswith(".weight"):
             module = name.removesuffix(".weight")
