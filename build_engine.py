@@ -309,6 +309,13 @@ def _add_numbers(add: Add) -> None:
         help="what quantized linears round their inputs to (default: the checkpoint's)",
     )
     add(
+        "--kv-cache",
+        choices=("auto", "fp8", "float"),
+        help="how the target's KV cache is stored: fp8 (e4m3, with the checkpoint's scales or "
+        "1.0), float (the engine's own type), or auto: as the checkpoint was calibrated, where "
+        "the backend can (default: auto)",
+    )
+    add(
         "--quantize",
         choices=("nvfp4",),
         help="quantize a bf16, fp16 or float32 target while building: W4A16, weights rounded to "

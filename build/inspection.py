@@ -115,8 +115,8 @@ def _drafter(name: str, drafter: dflash_config.DrafterConfig) -> Iterator[Row]:
 
 def _family(checkpoint: Checkpoint, problems: list[str]) -> Iterator[Row]:
     """The architecture, and whether it can be built."""
-    names = checkpoint.config.get("architectures") or ["none named"]
-    name = str(names[0])
+    names = checkpoint.config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "none named"
     if name in FAMILIES:
         yield "family", f"{name}: can be built"
         try:
@@ -154,10 +154,9 @@ def _layers(config: Mapping[str, Any]) -> Iterator[Row]:
             f"{layers.indexing} layers choose keys" + (f", {shared} share" if shared else ""),
         )
     if layers.kv_elements:
-        yield (
-            "KV per token",
-            f"{layers.kv_elements} elements, {size_text(2 * layers.kv_elements)} in bf16",
-        )
+        in_bf16 = f"{layers.kv_elements} elements, {size_text(2 * layers.kv_elements)} in bf16"
+        in_fp8 = f", {size_text(layers.kv_elements)} in FP8"
+        yield "KV per token", in_bf16 + ("" if config.get("kv_lora_rank") else in_fp8)
     for name, shape, count in layers.states:
         text = " x ".join(map(str, shape))
         elements = count
@@ -177,7 +176,7 @@ def _quantization(checkpoint: Checkpoint) -> Iterator[Row]:
     yield "quantization", f"{found.algorithm}, {found.layout}'s layout"
     if found.kv_cache:
         scales = [n for n in checkpoint.names() if n.endswith(headers.KV_SCALE_SUFFIXES)]
-        yield "KV-cache scales", f"{found.kv_cache}, {len(scales)} scales (not used)"
+        yield "KV cache calibrated for", f"{found.kv_cache}, {len(scales)} scales"
     if found.exclusions:
         yield (
             "left alone",

@@ -6,7 +6,7 @@ from typing import Any
 
 from trtree.build.builder import EngineDescription
 from trtree.build.hardware import Hardware
-from trtree.build.lowering.division import Shard
+from trtree.build.lowering.division import Division, Shard
 from trtree.build.lowering.tensorrt import backend as tensorrt
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
 from trtree.build.network.network import Network, NetworkError
@@ -20,9 +20,14 @@ _MOST_REQUESTS = 1 << 12
 
 def kv_bytes_per_token(description: EngineDescription) -> int:
     """KV of all layers, target and drafter, on one rank, in bytes per token."""
-    networks = description.rank(0).networks
-    states = {s.name: s for n in networks.values() for s in n.states.values()}
-    return sum(state.token_bytes for state in states.values())
+    shard = Shard(0, description.options.tp)
+    states = {
+        state.name: Division(network, shard).state(state).token_bytes
+        for network in description.networks.values()
+        for state in network.states.values()
+        if state.paged
+    }
+    return sum(states.values())
 
 
 def step_state_bytes_per_row(network: Network) -> int:
@@ -58,6 +63,8 @@ def memory_plan(
             ("left", size_text(left) if left >= 0 else f"none: {size_text(-left)} too much")
         )
         rows += _verdict(description, hardware, total)
+    rows.append(("type of KV", description.kv_cache_summary))
+    rows.append(("a token's KV", size_text(kv_bytes_per_token(description))))
     rows += _token_rows(description)
     rows += _expert_reads(description)
     rows.append(("longest request", f"{description.max_seq_len:,} tokens"))

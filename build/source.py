@@ -22,6 +22,7 @@ from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.graph import LowRank, WeightInfo, WeightSource
 from trtree.build.network.network import Activations, Owner, tensor_name
 from trtree.build.options import BuildOptions
+from trtree.plugins.nvfp4_linear.format import BLOCK
 
 
 class BuildSource(WeightSource, Protocol):
@@ -173,6 +174,11 @@ class ConfigSource:
             return WeightInfo("dense", implied, "bfloat16")
         if ALGORITHMS[algorithm].weights == "fp8":
             return WeightInfo("dense", implied, "float32")
+        if implied[-1] % BLOCK:
+            raise CheckpointError(
+                f"config.json: {module} would be {algorithm} of {implied[-1]} in_features, which "
+                f"are no multiple of {BLOCK}"
+            )
         activations = _activations(self.activations, quantization, module)
         return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
 

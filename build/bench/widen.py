@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trtree.build.checkpoint import Checkpoint, LinearWeight, QuantizationConfig
+from trtree.build.checkpoint import Checkpoint, LinearWeight, QuantizationConfig, StoredLinear
 from trtree.build.network.graph import WeightInfo
 from trtree.build.network.network import Owner
 from trtree.build.options import OptionError
@@ -188,6 +188,10 @@ class WidenedCheckpoint:
             weight = widen(small.weight, 1)
         bias = None if small.bias is None else _pad_rows(small.bias, sizes, outs)
         return replace(small, weight=weight, bias=bias, segment_bounds=_bounds(in_features, groups))
+
+    def stored_linear(self, modules: Sequence[str]) -> StoredLinear:
+        """``linear``, to be packed."""
+        return StoredLinear.of(self.linear(modules))
 
     def _vector_shape(self, module: str, small: int) -> tuple[int]:
         return (small if module.endswith(("q_norm", "k_norm")) else self._widening.shape.hidden,)

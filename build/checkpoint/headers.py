@@ -146,6 +146,19 @@ def describe(
     return info
 
 
+def scaled_for_one_expert(names: Sequence[str]) -> str | None:
+    """The first MLP whose experts each scale their input, but for the shared one, whose vector
+    its exporter therefore folded into the norm that all of them read."""
+    present = set(names)
+    for name in names:
+        mlp, shared, scale = name.rpartition(".shared_expert")
+        if shared and scale.endswith("up_proj.weight_scale_2"):
+            own = f"{name.removesuffix('weight_scale_2')}{PRE_QUANT_SCALE}"
+            if own not in present and f"{mlp}.experts.0.up_proj.{PRE_QUANT_SCALE}" in present:
+                return mlp
+    return None
+
+
 def check_quantized_modules(
     tensors: Mapping[str, TensorInfo], quantization: QuantizationConfig | None
 ) -> None:
@@ -297,7 +310,7 @@ def _describe_nvfp4(
     takes_inputs = ALGORITHMS[algorithm].activations == "nvfp4"
     for part in names[1:4] if takes_inputs else names[1:3]:
         _needed(tensors, module, part, weight, algorithm)
-    if len(weight.shape) != 2 or weight.shape[1] * 2 % nvfp4.BLOCK:
+    if len(weight.shape) != 2 or not weight.shape[1] or weight.shape[1] * 2 % nvfp4.BLOCK:
         raise CheckpointError(
             f"{weight.file}: tensor {module}.{names.codes} has shape {list(weight.shape)}, "
             f"expected [out_features, in_features / 2] with in_features a multiple of {nvfp4.BLOCK}"

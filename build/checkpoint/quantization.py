@@ -109,6 +109,12 @@ def _from_inline(data: Any, where: str) -> _Facts:
     groups = data.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise CheckpointError(f"{where}: config_groups must be an object of objects")
+    for name, group in groups.items():
+        if not isinstance(group.get("weights"), dict | None):
+            raise CheckpointError(
+                f"{where}: config_groups.{name}.weights must be an object, not "
+                f"{group['weights']!r:.80}"
+            )
     if algorithm in ("NVFP4", "W4A16_NVFP4", SVD):
         for name, group in groups.items():
             _check_activations(algorithm, group, f"{where}: config_groups.{name}")

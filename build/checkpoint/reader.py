@@ -18,7 +18,7 @@ from trtree.build.checkpoint import fused_experts, headers, linear, text_part
 from trtree.build.checkpoint.errors import CheckpointError, NoWeightsError
 from trtree.build.checkpoint.headers import LinearInfo
 from trtree.build.checkpoint.json_file import read_json
-from trtree.build.checkpoint.linear import LinearWeight
+from trtree.build.checkpoint.linear import LinearWeight, StoredLinear
 from trtree.build.checkpoint.patterns import left_out, matcher
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.scheme import QuantizationConfig
@@ -99,6 +99,10 @@ class Checkpoint:
         _check_finite(tensor_name, info, tensor)
         return tensor
 
+    def mapped(self, tensor_name: str) -> torch.Tensor:
+        """As ``tensor``, of any values: for those who check them while they read them."""
+        return map_tensor(tensor_name, self.info(tensor_name))
+
     def linear_info(self, module: str) -> LinearInfo:
         """What kind of linear ``module`` is, from headers only.
 
@@ -163,6 +167,14 @@ class Checkpoint:
             CheckpointError: see ``linear.load``.
         """
         return linear.load(self, modules)
+
+    def stored_linear(self, modules: Sequence[str]) -> StoredLinear:
+        """The same, its large tensors mapped and not read.
+
+        Raises:
+            CheckpointError: see ``linear.stored``.
+        """
+        return linear.stored(self, modules)
 
     def check_coverage(self, used: Iterable[str], ignored: Iterable[str] = ()) -> None:
         """Every tensor of the checkpoint must be used, or ignored on purpose.

@@ -33,6 +33,8 @@ QWEN3_DEFAULTS: Mapping[str, Any] = {
 _NEUTRAL = {"sample_from_anchor": False, "shift_label": False}
 # Copies of the target's weights: the drafter's module, and the target's.
 _COPIES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+# What maps a reduced vocabulary: offsets of its ids, and which of the target's it has.
+_MAPS = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool,)}
 # Used in training only, or checked to say nothing (d2t: unless the vocabulary is reduced).
 IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d", "d2t")
 
@@ -113,12 +115,20 @@ def ignored_tensors(checkpoint: Checkpoint) -> list[str]:
     """Tensors that no network uses.
 
     Raises:
-        CheckpointError: d2t or t2d say something else than config.json, or each other.
+        CheckpointError: d2t or t2d are of another type than the library writes, or say something
+            else than config.json, or each other.
     """
     copies = [f"{module}.weight" for module in _COPIES]
     if not is_speculators(checkpoint.config):
         return copies
     draft_vocab = _draft_vocab(checkpoint.config, _vocabulary(checkpoint.config))
+    for name, dtypes in _MAPS.items():
+        if name in checkpoint and (info := checkpoint.info(name)).dtype not in dtypes:
+            found, *expected = (str(t).removeprefix("torch.") for t in (info.dtype, *dtypes))
+            raise CheckpointError(
+                f"{info.file}: tensor {name} is {found}, expected {' or '.join(expected)}; export "
+                "again"
+            )
     if draft_vocab is not None:
         _check_maps(checkpoint, draft_vocab)
         return [name for name in (*IGNORED, "embed_tokens.weight") if name != "d2t"]

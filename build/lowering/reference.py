@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trtree.build.network.network import Network, NetworkError, Op
+from trtree.build.network.network import Network, NetworkError, Op, State
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.causal_conv.reference import causal_conv
 from trtree.plugins.gated_delta_net.reference import gated_delta_net
@@ -23,7 +23,12 @@ from trtree.plugins.sparse_indexer.reference import index_select
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 LinearImpl = Callable[[torch.Tensor], torch.Tensor]
 
@@ -112,6 +117,16 @@ class ReferenceNetwork:
 
     def constant(self, name: str) -> torch.Tensor:
         return self._constants[name]
+
+
+def paged_kv(state: State, num_pages: int, page_size: int) -> PagedKv:
+    """An empty cache of a KV state's type and scales."""
+    dtype = TORCH_DTYPES[state.dtype]
+    k, v = (torch.zeros(num_pages, page_size, *state.shape, dtype=dtype) for _ in "kv")
+    if dtype != torch.float8_e4m3fn:
+        return PagedKv(k, v)
+    k_scale, v_scale = (torch.full((state.heads,), s) for s in (state.k_scale, state.v_scale))
+    return PagedKv(k, v, k_scale, v_scale)
 
 
 def _last_uses(network: Network) -> list[list[str]]:

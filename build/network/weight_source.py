@@ -1,5 +1,6 @@
 """Where a graph learns what kind of weight each module holds, and how ranks share it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -9,6 +10,9 @@ from trtree.build.network.network import Activations, Owner, WeightKind
 # is split too; "row" splits in_features, and the ranks' partial results are summed. Experts
 # are shared likewise: every rank holds its part of each.
 Parallel = Literal["column", "row"]
+
+# The scales of keys and of values of an FP8 cache, by the scope of its attention.
+KvScales = Callable[[str], tuple[float, float]]
 
 
 @dataclass(frozen=True)

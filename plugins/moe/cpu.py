@@ -152,7 +152,6 @@ def experts_down(
 
 def _aligned(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """The same bytes at a multiple of 64, as packed weights have to be."""
-    room = np.empty(len(data) + 63, dtype=np.uint8)
-    start = -room.ctypes.data % 64
-    room[start : start + len(data)] = data
-    return room[start : start + len(data)]
+    room = dense_cpu.aligned(len(data))
+    room[:] = data
+    return room

@@ -14,6 +14,7 @@ from modelopt_cpu import on_cpu
 from oracle import check_w4a4_export
 from random_moe import fused, glm4_moe_config, qwen3_moe_config, random_moe
 from trtree.build.checkpoint import Checkpoint
+from trtree.build.checkpoint.headers import scaled_for_one_expert
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 Prepare = Callable[[Any], None]
@@ -100,6 +101,8 @@ def test_an_export_is_read_and_run(tmp_path: Path, family: str, algorithm: str) 
     checkpoint = Checkpoint.open(directory)
     if "AWQ" in algorithm:
         check_vectors(checkpoint, family)
+    expected = "model.layers.1.mlp" if family == "glm" and "AWQ" in algorithm else None
+    assert scaled_for_one_expert(checkpoint.names()) == expected
     for name in checkpoint.names():
         if ".experts." in name and name.endswith(".weight"):
             module = name.removesuffix(".weight")

@@ -105,12 +105,17 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def random_checkpoint(
-    directory: Path, config: dict[str, Any], *, algorithm: str | None = None
+    directory: Path,
+    config: dict[str, Any],
+    *,
+    algorithm: str | None = None,
+    kv_cache: str | None = None,
 ) -> Path:
     """A bf16 checkpoint of random weights, quantized by ``algorithm`` if one is given.
 
     With NVFP4_AWQ, o_proj, down_proj and experts scale their inputs; with NVFP4_SVD, every
-    linear does, and has low-rank factors.
+    linear does, and has low-rank factors. kv_cache: what its cache is calibrated for, FP8 or
+    NVFP4: every scale another, and some numbers beyond it.
     """
     from random_glm5 import random_glm5  # which build on this module
     from random_hybrid import random_hybrid
@@ -139,7 +144,9 @@ def random_checkpoint(
         _scale_inputs(quantized, config, everywhere=algorithm == "NVFP4_SVD")
     if algorithm == "NVFP4_SVD":
         _add_factors(quantized)
-    quantization = QuantizationConfig(algorithm, EXCLUDE)
+    if kv_cache:
+        quantized |= kv_scales(tensors)
+    quantization = QuantizationConfig(algorithm, EXCLUDE, kv_cache)
     return write_target(directory, quantized, config, quantization)
 
 
@@ -177,6 +184,16 @@ def _add_factors(quantized: dict[str, torch.Tensor], rank: int = 8) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{which}{label}".encode()))
             factor = 0.2 * torch.randn(shape, generator=generator)
             quantized[f"{module}.weight_quantizer._svdquant_lora_{which}"] = factor.bfloat16()
+
+
+def kv_scales(tensors: Iterable[str]) -> dict[str, torch.Tensor]:
+    """ModelOpt's scales of a quantized KV cache, for these weights."""
+    projection = re.compile(r".*self_attn\.([kv])_proj\.weight")
+    found = [match for name in tensors if (match := projection.fullmatch(name))]
+    return {
+        f"{match[0].removesuffix('weight')}{match[1]}_scale": torch.tensor(0.004 + 0.002 * index)
+        for index, match in enumerate(found)
+    }
 
 
 def _scales(tensors: Iterable[str]) -> Mapping[str, float]:

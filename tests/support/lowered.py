@@ -19,7 +19,8 @@ from trtree.build.lowering.tensorrt.backend import most_rows
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
-from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
+from trtree.build.lowering.tensorrt.paged import paged_lowering
+from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
 from trtree.build.lowering.tensorrt.weights import Encoding, stage
 from trtree.build.network.network import Network, Op
 from trtree.build.options import BuildOptions

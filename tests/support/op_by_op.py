@@ -9,11 +9,11 @@ import torch
 
 from steps import prefill, random_tree, run_rows
 from trtree import _core
-from trtree.build.lowering.reference import _OPS, StepContext
+from trtree.build.lowering.reference import _OPS, StepContext, paged_kv
 from trtree.plugins import branch_state
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.latent_cache import LatentCache
-from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.plugins.tree_attention.contract import AttentionSegment
 
 PAGES = [9, 3, 14, 0, 7, 5, 12, 2]
 
@@ -25,7 +25,7 @@ class OpByOp:
         self._engine = engine
         self._networks = reference.networks
         self._caches = {
-            name: PagedKv(*(torch.zeros(256, page_size, s.heads, s.head_dim) for _ in "kv"))
+            name: paged_kv(s, 256, page_size)
             for network in self._networks.values()
             for name, s in network.network.states.items()
             if s.kind == "kv"

@@ -84,7 +84,7 @@ def _add(low: Lowering, op: Op, x: Values) -> Values:
     return [low.emit.binary("sum", "SUM", x[0], x[1])]
 
 
-def _split(low: Lowering, op: Op, x: Values) -> Values:
+def split(low: Lowering, op: Op, x: Values) -> Values:
     """Of features, which ranks may divide, or of every head."""
     low.inherit(op)
     parts, start = [], 0
@@ -95,7 +95,7 @@ def _split(low: Lowering, op: Op, x: Values) -> Values:
     return parts
 
 
-def _concat(low: Lowering, op: Op, x: Values) -> Values:
+def concat(low: Lowering, op: Op, x: Values) -> Values:
     low.inherit(op)
     layer = low.emit.network.add_concatenation(x)
     layer.axis = len(x[0].shape) - 1
@@ -157,7 +157,7 @@ OPS: dict[str, OpFunction] = {
     "add": _add,
     "argmax": argmax,
     "causal_conv": causal_conv,
-    "concat": _concat,
+    "concat": concat,
     "embedding": _embedding,
     "experts_down": experts_down,
     "experts_linear": experts_linear,
@@ -179,7 +179,7 @@ OPS: dict[str, OpFunction] = {
     "scale": _scale,
     "sigmoid_mul": _sigmoid_mul,
     "silu_mul": _silu_mul,
-    "split": _split,
+    "split": split,
     "top_k_log_probs": top_k_log_probs,
     "tree_attention": tree_attention,
 }

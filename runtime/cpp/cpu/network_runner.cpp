@@ -184,7 +184,7 @@ void NetworkRunner::run_rows(const PlanOp& op, const StepRows& rows, int64_t beg
     case OpKind::kKvAppend: {
       const Matrix k = tensor(op.inputs[0]), v = tensor(op.inputs[1]);
       return attention::append(caches_.kv[op.state], rows.segments, {k.data, k.stride},
-                               {v.data, v.stride}, begin, end);
+                               {v.data, v.stride}, begin, end, isa_);
     }
     case OpKind::kLayerNorm:
       return layer_norm(part(op.inputs[0]), weights_.vector(op.weight), op.heads, op.eps,

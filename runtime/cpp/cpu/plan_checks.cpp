@@ -1,6 +1,7 @@
 #include "runtime/cpp/cpu/plan_checks.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -394,6 +395,17 @@ void check_network(const Plan& plan, const std::string& name, const PlanNetwork&
   }
 }
 
+void check_state(const PlanState& state) {
+  if (state.dtype == "float32") return;
+  const auto positive = [](float scale) { return scale > 0 && std::isfinite(scale); };
+  require(state.fp8() && state.kind == StateKind::kKv, "state", state.dtype + " is not known");
+  require(positive(state.k_scale) && positive(state.v_scale), "state",
+          "FP8 scales " + to_string(state.k_scale) + " and " + to_string(state.v_scale) +
+              " must be above 0");
+  require(state.head_dim % kBlock == 0, "state",
+          "FP8 heads of " + to_string(state.head_dim) + " are no multiple of " + to_string(kBlock));
+}
+
 }  // namespace
 
 void check_plan(const Plan& plan) {
@@ -420,6 +432,7 @@ void check_plan(const Plan& plan) {
         to_string(weight.expert_scales.size()) + " scales for " + to_string(weight.experts) +
             " experts");
   }
+  for (const PlanState& state : plan.states) check_state(state);
   const auto target = plan.networks.find("target");
   require(target != plan.networks.end() && target->second.logits != -1, "target", "missing");
   const bool context = plan.networks.contains("drafter_context");
