@@ -54,7 +54,7 @@ def decay_spec(layer: DeltaConfig) -> KernelSpec:
             "BLOCK": tiles.DECAY_ROWS,
         },
         num_warps=tiles.WARPS,
-        num_stages=tiles.STAGES,
+        num_stages=tiles.DECAY_STAGES,
         head_dim=layer.key_dim,
     )
 
