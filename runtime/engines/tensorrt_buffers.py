@@ -11,6 +11,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "int32": torch.int32,
     "bool": torch.bool,
+    "float8_e4m3fn": torch.float8_e4m3fn,
 }
 
 

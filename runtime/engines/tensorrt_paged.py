@@ -23,7 +23,7 @@ from trtree.plugins.branch_tables import BranchTables, path_table
 from trtree.plugins.sparse_indexer.plan import row_lengths
 from trtree.plugins.tree_attention.contract import AttentionSegment
 from trtree.plugins.tree_attention.plan import RowTables, plan_attention, row_tables
-from trtree.runtime.engines.manifest import capabilities_of
+from trtree.runtime.engines.manifest import capabilities_of, check_kv_cache
 from trtree.runtime.engines.tensorrt import draft_result, refuse_nan, refuse_split_logits
 from trtree.runtime.engines.tensorrt_buffers import (
     BoundEngine,
@@ -94,8 +94,9 @@ class PagedTensorRTEngine(_core.Engine):
                 self._states = RaggedStates(spec, device, commits)
                 own |= self._states.committed
             self._engines[entry["network"]] = BoundEngine(spec, executables[file], own, device)
-        paged = self._engines["target"].spec.caches
-        self._commit_pages = commits.pages([self.caches[name] for name in paged])
+        target = self._engines["target"].spec.caches
+        check_kv_cache(engine, (str(b.dtype).removeprefix("torch.") for b in target.values()))
+        self._commit_pages = commits.pages([_movable(self.caches[name]) for name in target])
         speculative = engine.manifest["speculative_config"]
         self._mask_token = speculative["mask_token_id"] if speculative else 0
         self._last_step: _Step | None = None
@@ -259,6 +260,11 @@ class PagedTensorRTEngine(_core.Engine):
 
     def _moved(self, array: NDArray[np.int32]) -> torch.Tensor:
         return torch.as_tensor(array, device=self._device)
+
+
+def _movable(cache: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes, which every device indexes."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def refuse_nan_scores(counts: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trtree.plugins.tree_attention import reference
-from trtree.plugins.tree_attention.contract import Rope
+from trtree.plugins.tree_attention.contract import E4M3_MAX, Rope
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -36,8 +36,11 @@ def _append(layer: Any, x: Tensors) -> list[torch.Tensor]:
         rope = Rope(x["cos_sin"], config.interleaved)
         return reference.rotate(x[name][live], x["positions"][live], rope)
 
-    x["k_cache_in"][where] = turned("k")
-    x["v_cache_in"][where] = x["v"][live]
+    for part, new in (("k", turned("k")), ("v", x["v"][live])):
+        cache = x[f"{part}_cache_in"]
+        if cache.dtype == torch.float8_e4m3fn:
+            new = (new.float() / x[f"{part}_scale"][:, None]).clamp(-E4M3_MAX, E4M3_MAX)
+        cache[where] = new.to(cache.dtype)
     q_out = torch.full_like(x["q"], torch.nan)
     if config.rotary_dim and config.group:
         q_out[live] = turned("q")
@@ -62,6 +65,8 @@ def _attention(layer: Any, x: Tensors) -> list[torch.Tensor]:
         k, v = (
             x[name][pages, slots % config.page_size].double() for name in ("k_cache", "v_cache")
         )
+        if config.kv_dtype == torch.float8_e4m3fn:
+            k, v = k * x["k_scale"].double()[:, None], v * x["v_scale"].double()[:, None]
         seen = visible(x, rows, slots, prefix)
         if config.window:
             tree = (slots - prefix).clamp(min=0)

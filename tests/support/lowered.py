@@ -246,7 +246,7 @@ def routed_tensors(network: Network) -> dict[str, str]:
     """Tensors [rows, slots, F], and the weights [rows, experts] that fill their slots."""
     routed: dict[str, str] = {}
     for op in network.ops:
-        if op.kind == "experts_up":
+        if op.kind in ("experts_up", "experts_scale", "experts_linear"):
             routed[op.outputs[0]] = op.inputs[1]
         elif op.kind == "scale" and op.inputs[0] in routed:
             routed[op.outputs[0]] = routed[op.inputs[0]]

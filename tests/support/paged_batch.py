@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from lowered import Batch
-from trtree.build.lowering.reference import StepContext
+from trtree.build.lowering.reference import StepContext, paged_kv
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
-from trtree.build.network.network import Network
+from trtree.build.network.network import Network, State
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.branch_tables import BranchTables
 from trtree.plugins.latent_cache import LatentCache
 from trtree.plugins.sparse_indexer.plan import row_lengths
-from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.plugins.tree_attention.contract import E4M3_MAX, AttentionSegment
 from trtree.plugins.tree_attention.plan import plan_attention, row_tables
 
 # Rows of nobody's behind the step's, as rounded-up sizes bring them.
@@ -25,10 +25,11 @@ GARBAGE = 3e4
 
 @dataclass
 class PagedBatch(Batch):
-    """``caches`` are [pages, page_size, kv_heads, D], or [pages, page_size, D] of latents;
-    target_ctas cuts attention into items."""
+    """``caches`` are [pages, page_size, kv_heads, D], of ``kv_states``, or [pages, page_size, D]
+    of latents; target_ctas cuts attention into items."""
 
     segments: Sequence[AttentionSegment]
+    kv_states: Mapping[str, State]
     target_ctas: int = 64
 
     @property
@@ -90,10 +91,12 @@ class PagedBatch(Batch):
 
     def context(self) -> StepContext:
         names = {name.removesuffix(".k") for name in self.caches if name.endswith(".k")}
-        caches = {
-            name: PagedKv(self.caches[f"{name}.k"].clone(), self.caches[f"{name}.v"].clone())
-            for name in names
-        }
+        caches = {}
+        for name in names:
+            k, v = self.caches[f"{name}.k"], self.caches[f"{name}.v"]
+            caches[name] = paged_kv(self.kv_states[name], *k.shape[:2])
+            caches[name].k.copy_(k)
+            caches[name].v.copy_(v)
         latents = {
             name.removesuffix(".latent"): LatentCache(cache.clone())
             for name, cache in self.caches.items()
@@ -115,6 +118,7 @@ def make_paged_batch(
     lengths: Sequence[int],
     token_ids: Sequence[Sequence[int]],
     parents: Sequence[Sequence[int]],
+    kv_states: Mapping[str, State],
     seed: int = 0,
 ) -> PagedBatch:
     """Random committed keys, values and latents in shuffled pages, garbage everywhere else."""
@@ -135,19 +139,23 @@ def make_paged_batch(
         first += len(ids)
     caches = {}
     for name, (shape, dtype) in shapes.items():
-        caches[name] = torch.full(shape, GARBAGE, dtype=dtype)
+        fp8 = dtype == torch.float8_e4m3fn
+        caches[name] = torch.full(shape, E4M3_MAX if fp8 else GARBAGE).to(dtype)
         for segment in segments:
             where = LatentCache(caches[name]).locate(
                 segment.pages, torch.arange(segment.prefix_length)
             )
             new = torch.randn(segment.prefix_length, *shape[2:], generator=generator)
+            if fp8:
+                state = kv_states[name.rpartition(".")[0]]
+                new /= state.k_scale if name.endswith(".k") else state.v_scale
             caches[name][where] = new.to(dtype)
     states = {}
     for binding in lowered.inputs:
         if binding.name in lowered.branches:
             state = torch.randn([int(dim) for dim in binding.dims], generator=generator)
             states[binding.name] = state.to(getattr(torch, binding.dtype))
-    return PagedBatch(lengths, token_ids, parents, caches, segments, states=states)
+    return PagedBatch(lengths, token_ids, parents, caches, segments, kv_states, states=states)
 
 
 def ragged_forced(

@@ -33,7 +33,8 @@ class Pair:
         generator = torch.Generator().manual_seed(len(kind))
         ids = [torch.randint(0, 90, (len(p),), generator=generator).tolist() for p in parents]
         lengths = [9] if kind == "prefill" else [7, 0, length]
-        return make_paged_batch(self.lowered, lengths, ids, parents)
+        states = self.reference.network.states
+        return make_paged_batch(self.lowered, lengths, ids, parents, states)
 
 
 def pairs_of(description: EngineDescription, directory: Path) -> dict[str, Pair]:

@@ -190,6 +190,15 @@ def rank_bytes(options: BuildOptions, networks: Mapping[str, Network], owner: Ow
     )
 
 
+def borrowed_bytes(options: BuildOptions, networks: Mapping[str, Network]) -> int:
+    """Of the drafter's engines, the target's embedding and head, which they hold again."""
+    return sum(
+        constant_bytes(network, encoding(options, options.tp - 1), "target")
+        for name, network in networks.items()
+        if name.startswith("drafter")
+    )
+
+
 def most_rows(profiles: Sequence[Profile]) -> int:
     """Of a request in one step."""
     return max(profile.sizes[ROWS][2] for profile in profiles)

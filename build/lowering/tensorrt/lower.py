@@ -165,7 +165,7 @@ def cache_parts(state: State) -> tuple[str, ...]:
 
 def _add_input(low: Lowering, binding: Binding) -> Any:
     shape = [-1 if isinstance(dim, str) else dim for dim in binding.dims]
-    dtype = getattr(low.emit.trt, binding.dtype)
+    dtype = getattr(low.emit.trt, {"float8_e4m3fn": "fp8"}.get(binding.dtype, binding.dtype))
     tensor = low.emit.network.add_input(binding.name, dtype, shape)
     for axis, dim in enumerate(binding.dims):
         if isinstance(dim, str):

@@ -62,7 +62,7 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
             if op.weights and network.weights[op.weights[0]].activations == "nvfp4":
                 live[name] *= 2  # W4A4 products come out in float32
         passing = 0
-        if op.kind in ("experts_up", "experts_down"):
+        if op.kind.startswith("experts_"):
             passing, result = _of_every_expert(network, op, profile, encoding)
             live[op.outputs[0]] = result or live[op.outputs[0]]
         peak = max(peak, sum(live.values()) + passing)
@@ -73,14 +73,17 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
 def _of_every_expert(
     network: Network, op: Op, profile: Profile, encoding: Encoding
 ) -> tuple[int, int]:
-    """All experts compute all rows: their products in float32, and what ``experts_up`` makes
-    of them in bf16 (0 for ``experts_down``, which sums them)."""
+    """All experts compute all rows: their products in float32, and what ops but
+    ``experts_down``, which sums them, make of them in bf16 (``experts_up`` half as many)."""
     weight = network.weights[op.weights[0]]
-    rows = profile.sizes[BATCH][2] * profile.sizes[ROWS][2]
-    numbers = rows * weight.experts * weight.shape[1]
+    # A vector for every expert, or a matrix.
+    each = weight.shape[0] if op.kind == "experts_scale" else weight.experts * weight.shape[1]
+    numbers = profile.sizes[BATCH][2] * profile.sizes[ROWS][2] * each
     if op.kind == "experts_down":
         return 4 * numbers, 0
-    return 4 * numbers // encoding.shard.size, numbers // encoding.shard.size
+    if op.attrs.get("parallel") == "column":
+        numbers //= encoding.shard.size
+    return 4 * numbers, numbers if op.kind == "experts_up" else 2 * numbers
 
 
 def _attention(network: Network, profile: Profile, sizes: Sizes, encoding: Encoding) -> int:

@@ -10,7 +10,13 @@ from trtree.build.lowering.tensorrt.attention import (
 )
 from trtree.build.lowering.tensorrt.branch import causal_conv, gated_delta_net
 from trtree.build.lowering.tensorrt.context import Lowering, OpFunction
-from trtree.build.lowering.tensorrt.experts import experts_down, experts_up, route
+from trtree.build.lowering.tensorrt.experts import (
+    experts_down,
+    experts_linear,
+    experts_scale,
+    experts_up,
+    route,
+)
 from trtree.build.lowering.tensorrt.latent import (
     head_linear,
     index_select,
@@ -72,6 +78,9 @@ def _sigmoid_mul(low: Lowering, op: Op, x: Values) -> Values:
 
 
 def _add(low: Lowering, op: Op, x: Values) -> Values:
+    low.inherit(op)
+    if not low.sharded.isdisjoint(op.inputs) and not low.sharded.issuperset(op.inputs):
+        raise NetworkError(f"{op.name}: adds what is divided among ranks to what is whole")
     return [low.emit.binary("sum", "SUM", x[0], x[1])]
 
 
@@ -119,10 +128,14 @@ def _gather_rows(low: Lowering, op: Op, x: Values) -> Values:
 # Ops that take operands which are divided among ranks.
 SHARDABLE = frozenset(
     {
+        "add",
         "argmax",
         "causal_conv",
         "concat",
         "experts_down",
+        "experts_linear",
+        "experts_scale",
+        "experts_up",
         "gated_delta_net",
         "head_linear",
         "kv_append",
@@ -147,6 +160,8 @@ OPS: dict[str, OpFunction] = {
     "concat": concat,
     "embedding": _embedding,
     "experts_down": experts_down,
+    "experts_linear": experts_linear,
+    "experts_scale": experts_scale,
     "experts_up": experts_up,
     "gated_delta_net": gated_delta_net,
     "gather_rows": _gather_rows,

@@ -233,7 +233,6 @@ def _layer(low: Lowering, op: Op, k: Any, v: Any, q: Any, group: int) -> tuple[A
     if turning[0] != turning[1] or (turning[0] and not q.turns_like(k)):
         raise NetworkError(f"{op.name}: plugin attention turns queries and keys alike, or neither")
     kv_heads = len(low.encoding.shard.kv_heads(state.heads, f"{state.name}: KV heads"))
-    dtype = TORCH_DTYPES[low.network.dtype]
     config = LayerConfig(
         head_dim=state.head_dim,
         kv_heads=kv_heads,
@@ -244,23 +243,26 @@ def _layer(low: Lowering, op: Op, k: Any, v: Any, q: Any, group: int) -> tuple[A
         rotary_dim=k.cos_sin.shape[1] if turning[1] else 0,
         interleaved=k.interleaved if turning[1] else False,
         window=op.attrs.get("window"),
-        dtype=dtype,
-        kv_dtype=dtype,
+        dtype=TORCH_DTYPES[low.network.dtype],
+        kv_dtype=TORCH_DTYPES[state.dtype],
     )
-    # Of FP8 caches; others have none, but a kernel's arguments are fixed.
-    scales = emit.constant(f"constant/kv_scale/{kv_heads}", torch.ones(kv_heads))
+    # Read for FP8 caches; others have none, but a kernel's arguments are fixed.
+    k_scale, v_scale = (
+        emit.constant(f"constant/kv_scale/{kv_heads}/{s!r}", torch.full((kv_heads,), s))
+        for s in (state.k_scale, state.v_scale)
+    )
     caches = low.caches[state.name]
     tensors = {
         "q": q.tensor if turning[0] else q,
         "k": k.tensor if turning[1] else k,
         "v": v,
-        "cos_sin": emit.constant(k.table, k.cos_sin) if turning[1] else scales,
+        "cos_sin": emit.constant(k.table, k.cos_sin) if turning[1] else k_scale,
         "positions": positions(low),
         "slots": low.values["slots"],
         REQUESTS: paged.step[REQUESTS],
         PAGE_TABLE: paged.step[PAGE_TABLE],
-        "k_scale": scales,
-        "v_scale": scales,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
         "k_cache_in": caches[0],
         "v_cache_in": caches[1],
     }
