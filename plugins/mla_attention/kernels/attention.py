@@ -24,7 +24,7 @@ from trtree.plugins.tree_attention.kernels.attention import (
 )
 from trtree.plugins.tree_attention.kernels.softmax import (
     accumulate,
-    normalized,
+    finished,
     nothing_yet,
     tail_begin,
     tail_visible,
@@ -119,13 +119,13 @@ def latent_tree_attention_kernel(
             scores = tl.where(visible, scores, float("-inf"))
             acc, top, total = accumulate(acc, top, total, scores, latent)
 
-    out, lse = normalized(acc, top, total)
+    divisor, lse = finished(top, total)
     partial = (item * blocks + block) * BLOCK_M + lane
     tl.store(partial_lse + partial, lse, mask=live)
     value = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
     tl.store(
         partial_out + partial[:, None] * VALUE_DIM + value[None, :],
-        out,
+        acc / divisor[:, None],
         mask=live[:, None] & (value < VALUE_DIM)[None, :],
     )
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from trtree.plugins.tree_attention.kernels.softmax import (
     accumulate,
-    normalized,
+    finished,
     nothing_yet,
     tail_begin,
     tail_visible,
@@ -134,7 +134,8 @@ def tree_attention_kernel(
         values = _load_kv(v_cache, offset, inside, HEAD_DIM, DOT_DTYPE, False)
         acc, top, total = accumulate(acc, top, total, scores, values)
 
-    out, lse = normalized(acc, top, total)
+    divisor, lse = finished(top, total)
+    out = acc / divisor[:, None]
     if FP8:
         out *= tl.load(v_scale + kv_head)
     partial = (item * kv_heads + kv_head) * BLOCK_M + lane

@@ -50,9 +50,9 @@ def accumulate(acc, top, total, scores, values):
 
 
 @triton.jit
-def normalized(acc, top, total):
-    """The weighted mean and the log-sum-exp, base 2; a row that saw none of the keys leaves
-    zeros with weight exp2(-inf)."""
+def finished(top, total):
+    """What to divide the weighted sums by, and the log-sum-exp, base 2; a row that saw none of the
+    keys leaves zeros with weight exp2(-inf)."""
     seen = total > 0
     divisor = tl.where(seen, total, 1.0)
-    return acc / divisor[:, None], tl.where(seen, top + tl.log2(divisor), float("-inf"))
+    return divisor, tl.where(seen, top + tl.log2(divisor), float("-inf"))

@@ -90,14 +90,6 @@ FAULTS = [
         CASE,
         "att",
     ),
-    Fault(
-        "the tail begins a key late",
-        softmax,
-        "return prefix - tl.cdiv(before",
-        "return prefix + 1 - tl.cdiv(before",
-        CASE,
-        "att",
-    ),
     Fault("sums not shrunk", softmax, "total = total * keep", "total = total", LONG, "att"),
     Fault(
         "window by slot",
