@@ -115,6 +115,6 @@ def commit(
         EPS=UNIT_EPS,
         BLOCK=tiles.COMMIT_ROWS,
         BLOCK_V=tiles.VALUE_COLUMNS,
-        num_warps=tiles.WARPS,
+        num_warps=tiles.commit_warps(key_dim),
         num_stages=tiles.STAGES,
     )

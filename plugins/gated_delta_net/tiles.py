@@ -20,6 +20,11 @@ def key_columns(sm: int) -> int:
     return 16 if sm < 89 else 32
 
 
+def commit_warps(key_dim: int) -> int:
+    """More where a program's part of the state is larger: four spill on SM 89 at 256."""
+    return 8 if key_dim > 128 else 4
+
+
 def head_columns(heads: int) -> int:
     """Value heads of a decay program, as a power of two that a product takes."""
     return max(16, 1 << (heads - 1).bit_length())
