@@ -5,6 +5,7 @@ libraries do it; see ``headers.py`` for what is refused before that.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -71,12 +72,13 @@ class StoredLinear:
 
 
 class Tensors(Protocol):
-    """Where tensors come from: a Checkpoint. Those of ``mapped`` are not checked."""
+    """Where tensors come from: a Checkpoint. ``mapped`` and ``number`` check no values."""
 
     quantization: QuantizationConfig | None
 
     def tensor(self, tensor_name: str) -> torch.Tensor: ...
     def mapped(self, tensor_name: str) -> torch.Tensor: ...
+    def number(self, tensor_name: str) -> float: ...
     def info(self, tensor_name: str) -> TensorInfo: ...
     def linear_info(self, module: str) -> LinearInfo: ...
     def __contains__(self, tensor_name: object) -> bool: ...
@@ -237,8 +239,9 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
     Raises:
         CheckpointError: it is neither.
     """
-    value = checkpoint.tensor(name).reshape(())
-    if not value > 0:
+    value = checkpoint.number(name)
+    if not 0 < value < math.inf:
+        checkpoint.tensor(name)  # names what is not finite
         hint = (
             "; an all-zero tensor exports so, with NaN block scales: exclude the module from "
             "quantization"
@@ -246,10 +249,10 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
             else "; export again"
         )
         raise CheckpointError(
-            f"{checkpoint.info(name).file}: tensor {name} is {value.item()}, expected a positive "
+            f"{checkpoint.info(name).file}: tensor {name} is {value}, expected a positive "
             f"number{hint}"
         )
-    return value
+    return torch.tensor(value)
 
 
 def _fuse(modules: Sequence[str], parts: Sequence[nvfp4.QuantizedTensor]) -> nvfp4.QuantizedTensor:

@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -115,6 +116,21 @@ def map_tensor(name: str, info: TensorInfo) -> torch.Tensor:
     if info.offset % info.dtype.itemsize:
         raw = raw.clone()  # kernels need aligned elements; the format does not promise them
     return raw.view(info.dtype).reshape(info.shape)
+
+
+def read_number(name: str, info: TensorInfo) -> float:
+    """The single number of a tensor; raises as ``map_tensor``."""
+    if info.dtype != torch.float32:
+        return float(map_tensor(name, info).item())
+    try:
+        raw = os.pread(_opened(info.file).fileno(), info.nbytes, info.offset)
+        return float(struct.unpack("<f", raw)[0])
+    except (OSError, struct.error) as error:
+        raise CheckpointError(
+            f"{info.file}: tensor {name}: cannot read {info.nbytes} bytes at {info.offset} "
+            f"({getattr(error, 'strerror', None) or error}); was the file changed after it was "
+            "opened?"
+        ) from None
 
 
 def _opened(path: Path) -> BinaryIO:

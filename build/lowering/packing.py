@@ -10,7 +10,7 @@ from trtree.build.resumable import ResumableFile
 from trtree.plugins.dense_linear.cpu import ALIGNMENT, DenseRows, Rows
 from trtree.plugins.nvfp4_linear.cpu import CodedRows, RoundedRows
 
-_PIECE = 1 << 21  # bytes packed at a time
+_PIECE = 1 << 20  # bytes packed at a time
 
 
 def append_linear(file: ResumableFile, linear: StoredLinear) -> dict[str, int]:
