@@ -16,7 +16,7 @@ from trtree.build.checkpoint import (
     Checkpoint,
     CheckpointError,
     dflash_config,
-    expert_scales,
+    headers,
     speculators,
 )
 from trtree.build.checkpoint.dflash_config import DrafterConfig
@@ -28,11 +28,12 @@ from trtree.build.engine_dir import (
     EngineDirWriter,
     writing,
 )
+from trtree.build.kv_cache import KvCache, decide
 from trtree.build.lowering import LOWERINGS
 from trtree.build.lowering.division import Division, Shard
 from trtree.build.lowering.shard import RankNetworks, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
-from trtree.build.lowering.tensorrt.paged import PagedSizes
+from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
@@ -60,6 +61,7 @@ class EngineDescription:
     drafter: DrafterConfig | None
     networks: dict[str, Network]
     weights: WeightPlan
+    kv_cache: KvCache
     block_size: int  # 0 without a drafter
     top_k: int  # ranks per depth the drafter reports; 0 without one
     max_seq_len: int
@@ -73,11 +75,13 @@ class EngineDescription:
     @property
     def quantization(self) -> dict[str, Any]:
         """By owner, how its checkpoint is quantized; see ``quantization_record``."""
-        dtype = self.networks["target"].dtype
         stored = self.weights.stored.values()
-        return {
-            owner: quantization_record(self.source, owner, stored, dtype) for owner in self.owners()
-        }
+        return {owner: quantization_record(self.source, owner, stored) for owner in self.owners()}
+
+    @property
+    def kv_cache_summary(self) -> str:
+        """One line: how the target's KV cache is stored, and why."""
+        return self.kv_cache.summary(self.networks["target"])
 
     def owners(self) -> list[Owner]:
         return ["target", "drafter"] if self.drafter else ["target"]
@@ -145,11 +149,17 @@ def describe(options: BuildOptions) -> EngineDescription:
     """
     source = CheckpointSource.open(options)
     drafter = None
-    expert_scales.check(source.target)
     if source.drafter:
         drafter = dflash_config.read_drafter(source.drafter)
         speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
+    if layer := headers.scaled_for_one_expert(source.target.names()):
+        log.warning(
+            "%s: the vector of its shared expert is in the norm before, which the router and the "
+            "other experts read as well, and those were exported as if it were not: so ModelOpt "
+            "0.47 writes NVFP4_AWQ; expect answers to suffer, and prefer NVFP4 or NVFP4_SVD",
+            layer,
+        )
     for owner in description.owners():
         check_coverage(description, owner, source.checkpoint(owner))
         _check_biases(description, owner)
@@ -159,15 +169,23 @@ def describe(options: BuildOptions) -> EngineDescription:
     return description
 
 
-def plan(options: BuildOptions) -> EngineDescription:
+def plan(options: BuildOptions, *, assume_drafter: bool = False) -> EngineDescription:
     """Describe the engine from configuration files alone; weights need not be there.
+
+    assume_drafter: with a drafter of the usual shape (``dflash_config.usual_shape``), for
+    targets that none is published for.
 
     Raises: as ``describe``.
     """
     source = ConfigSource.open(options)
     drafter = None
-    if options.drafter:
-        file = options.drafter / "config.json"
+    file = (options.drafter or Path("the assumed drafter")) / "config.json"
+    if assume_drafter:
+        if options.drafter:
+            raise OptionError(f"assume_drafter: the drafter is {options.drafter}; leave one out")
+        shape = dflash_config.usual_shape(source.config("target"))
+        source = source.with_drafter(shape, quantized=options.quantize_drafter is not None)
+    if options.drafter or assume_drafter:
         drafter = dflash_config.parse(source.config("drafter"), file)
     return describe_source(options, source, drafter)
 
@@ -189,7 +207,8 @@ def describe_source(
     top_k = _top_k(options, drafter.draft_vocab or target.vocab_size) if drafter else 0
 
     dtype: DType = tensorrt.DTYPE if options.on_tensorrt else "float32"
-    graph = Graph("target", source, dtype=dtype)
+    kv_cache = decide(options, source, dtype)
+    graph = Graph("target", source, dtype=dtype, kv_scales=kv_cache.graph_scales)
     family.build(graph, target, drafter.target_layer_ids if drafter else ())
     networks = {"target": graph.network}
     if drafter:
@@ -213,14 +232,30 @@ def describe_source(
         drafter=drafter,
         networks=networks,
         weights=plan_weights(networks.values()),
+        kv_cache=kv_cache.checked(graph.network, config),
         block_size=_block_size(options, drafter),
         top_k=top_k,
         max_seq_len=_max_seq_len(options, target.max_position_embeddings),
     )
+    _check_activations(description)
     if not options.on_tensorrt:
         for rank in range(options.tp):
             description.rank(rank)  # refuses what does not divide
     return description
+
+
+def _check_activations(description: EngineDescription) -> None:
+    """What is asked for must round something: dense weights take their inputs as they are."""
+    asked = description.options.activations
+    if asked is None or description.activations != "none":
+        return
+    what = f"activations {asked}: no linear of {description.options.checkpoint} is NVFP4"
+    if asked == "nvfp4":
+        raise OptionError(
+            f"{what}, so no input can be rounded; leave the option out, or use a checkpoint that "
+            "is NVFP4"
+        )
+    log.warning("%s: the option has no effect", what)
 
 
 def write(
@@ -241,6 +276,8 @@ def write(
     options, source = description.options, description.source
     for owner, record in description.quantization.items():
         warn_of_differences(record, owner)
+    if description.kv_cache.why is not None and description.kv_cache.algorithm is not None:
+        log.warning("target: KV cache in %s", description.kv_cache_summary)
     if not isinstance(source, SourceWithWeights):
         raise TypeError("a description made by plan() has no weights to write")
     key = resume_key(description) if options.backend == "cpu" else None
@@ -402,6 +439,7 @@ def manifest_of(description: EngineDescription) -> dict[str, Any]:
             "activations": description.activations,
             "quantization": description.quantization,
             "dtype": description.networks["target"].dtype,
+            "kv_cache": description.kv_cache.manifest(),
             "page_size": options.page_size,
             "num_pages": options.num_pages,
             "max_batch_size": options.max_batch_size,

@@ -39,6 +39,7 @@ _KEYS: dict[str, dict[str, type]] = {
     "pretrained_config": {"vocab_size": int},
     "build_config": {
         "activations": str,
+        "kv_cache": dict,
         "page_size": int,
         "num_pages": int,
         "max_batch_size": int,

@@ -37,6 +37,7 @@ class BuildOptions:
     top_k: int | None = None  # ranks per depth; default: as many as the budget can use
     block_size: int | None = None  # default: the drafter's
     activations: Activations | None = None  # default: the checkpoint's
+    kv_cache: Literal["auto", "fp8", "float"] = "auto"  # of the target
     quantize: Literal["nvfp4"] | None = None  # the target's linears, at build time
     quantize_drafter: Literal["nvfp4"] | None = None
     page_size: int = 16
@@ -72,6 +73,7 @@ class BuildOptions:
                 _at_least(name, getattr(self, name), least)
         _one_of("tree", self.tree, ("dynamic", "static"))
         _one_of("activations", self.activations, (None, "nvfp4", "bf16", "float32"))
+        _one_of("kv_cache", self.kv_cache, ("auto", "fp8", "float"))
         _one_of("quantize", self.quantize, (None, "nvfp4"))
         _one_of("quantize_drafter", self.quantize_drafter, (None, "nvfp4"))
         _one_of("backend", self.backend, BACKENDS)

@@ -6,22 +6,23 @@ from collections.abc import Iterable
 from typing import Any
 
 from trtree.build.checkpoint import Checkpoint
+from trtree.build.checkpoint.headers import is_factor
 from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
-from trtree.build.checkpoint.scheme import ALGORITHMS
-from trtree.build.network.network import DType, Owner, Weight
+from trtree.build.checkpoint.scheme import ALGORITHMS, W4A8
+from trtree.build.network.network import Owner, Weight
 from trtree.build.source import BuildSource, SourceWithWeights
 
 log = logging.getLogger(__name__)
 
 
 def quantization_record(
-    source: BuildSource, owner: Owner, weights: Iterable[Weight], kv_dtype: DType
+    source: BuildSource, owner: Owner, weights: Iterable[Weight]
 ) -> dict[str, Any] | None:
     """One checkpoint's quantization as the manifest has it; None for a plain one.
 
     algorithm: the checkpoint's, or the builder's own (``by``). linears: how many modules
-    are stored in which way. kv_cache: the algorithm that the cache was calibrated for,
-    its scales by tensor, and what the engine keeps instead.
+    are stored in which way. kv_cache: the algorithm that the cache was calibrated for;
+    ``kv_cache.py`` says what became of the target's.
     """
     found = source.quantization(owner)
     if found is None:
@@ -29,19 +30,11 @@ def quantization_record(
     record: dict[str, Any] = {
         "algorithm": found.algorithm,
         "by": "builder" if found is BY_BUILDER else "checkpoint",
-        "kv_cache": None,
+        "kv_cache": found.kv_cache,
     }
     checkpoint = source.checkpoint(owner) if isinstance(source, SourceWithWeights) else None
     if isinstance(checkpoint, Checkpoint):
         record["linears"] = _linears(checkpoint, owner, weights)
-    if found.kv_cache is not None:
-        scales = checkpoint.kv_scales() if isinstance(checkpoint, Checkpoint) else {}
-        record["kv_cache"] = {
-            "algorithm": found.kv_cache,
-            "honoured": False,
-            "stored_as": kv_dtype,
-            "scales": scales,
-        }
     return record
 
 
@@ -61,14 +54,13 @@ def warn_of_differences(record: dict[str, Any] | None, owner: str) -> None:
             count,
             name,
         )
-    if (kv := record["kv_cache"]) is not None:
+    if count := record.get("linears", {}).get(W4A8):
+        log.warning("%s: the inputs of %d %s linears are not rounded to FP8", owner, count, W4A8)
+    if owner == "drafter" and record["kv_cache"] is not None:
         log.warning(
-            "%s: its KV cache was calibrated for %s; this engine keeps it in %s and leaves %d "
-            "scales unused",
+            "%s: its KV cache was calibrated for %s, and is kept in the engine's own type",
             owner,
-            kv["algorithm"],
-            kv["stored_as"],
-            len(kv["scales"]),
+            record["kv_cache"],
         )
 
 
@@ -78,6 +70,7 @@ def _linears(checkpoint: Checkpoint, owner: Owner, weights: Iterable[Weight]) ->
         for weight in weights
         if weight.owner == owner and len(weight.shape) > 1
         for module in weight.modules
+        if not is_factor(module)
     }
     infos = [checkpoint.linear_info(module) for module in modules]
     kinds = (info.algorithm or str(info.dtype).removeprefix("torch.") for info in infos)

@@ -80,7 +80,7 @@ def plain(session: Session, prompt: list[int], max_tokens: int) -> list[int]:
 def test_a_mixed_checkpoint_says_what_became_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """FP8 attention is widened, and the KV cache's scales are kept on record."""
+    """FP8 attention is widened; KV is kept in FP8, with scales of 1.0 where it has none."""
     path = random_checkpoint(tmp_path / "mixed", tiny_config(), algorithm="NVFP4")
     layers = {}
     tensors = load_file(path / "model.safetensors")
@@ -104,17 +104,19 @@ def test_a_mixed_checkpoint_says_what_became_of_it(
 
     options = BuildOptions(checkpoint=path, output=tmp_path / "engine")
     builder.write(builder.describe(options))
-    record = EngineDir.open(tmp_path / "engine").manifest["build_config"]["quantization"]["target"]
+    built = EngineDir.open(tmp_path / "engine").manifest["build_config"]
+    record = built["quantization"]["target"]
     assert record["algorithm"] == "MIXED_PRECISION"
     assert record["linears"] == {"FP8": 8, "NVFP4": 6, "bfloat16": 2}
-    assert record["kv_cache"] == {
-        "algorithm": "FP8",
-        "honoured": False,
-        "stored_as": "float32",
+    assert record["kv_cache"] == "FP8"
+    assert built["kv_cache"] == {
+        "option": "auto",
+        "calibrated_for": "FP8",
+        "stored_as": "float8_e4m3fn",
+        "why": None,
         "scales": {"model.layers.1.self_attn.k_proj.k_scale": 0.25},
     }
     assert "target: 8 FP8 linears are widened" in caplog.text
-    assert "KV cache was calibrated for FP8; this engine keeps it in float32" in caplog.text
     outputs = [
         plain(Session(engine), [1, 2, 3], 12)
         for engine in (

@@ -143,8 +143,10 @@ class WidenedCheckpoint:
 
     def describe(self, module: str, source: CheckpointSource, owner: Owner) -> WeightInfo:
         small = source.describe(self._original(module), owner, ())
-        if small.pre_quant_scale:
-            raise OptionError(f"cannot widen: {module} scales its input (NVFP4_AWQ)")
+        if small.pre_quant_scale or small.low_rank:
+            raise OptionError(
+                f"cannot widen: {module} scales its input, or has factors (NVFP4_AWQ, NVFP4_SVD)"
+            )
         if len(small.shape) == 1:
             return replace(small, shape=self._vector_shape(module, small.shape[0]))
         groups, _, large = self._widening.in_groups(module, small.shape[1])

@@ -5,7 +5,7 @@ configuration; ``write.py`` makes checkpoints for tests and benchmarks.
 """
 
 from trtree.build.checkpoint.dflash_config import DrafterConfig, read_drafter
-from trtree.build.checkpoint.errors import CheckpointError
+from trtree.build.checkpoint.errors import CheckpointError, NoWeightsError
 from trtree.build.checkpoint.headers import LinearInfo
 from trtree.build.checkpoint.linear import LinearWeight, StoredLinear
 from trtree.build.checkpoint.quantized import QuantizedCheckpoint
@@ -19,6 +19,7 @@ __all__ = [
     "DrafterConfig",
     "LinearInfo",
     "LinearWeight",
+    "NoWeightsError",
     "QuantizationConfig",
     "QuantizedCheckpoint",
     "StoredLinear",

@@ -17,10 +17,12 @@ from trtree.build.checkpoint.headers import (
     BLOCK_ROWS,
     BLOCK_SCALE,
     FP8,
+    LOW_RANK,
     NAMES,
     PRE_QUANT_SCALE,
     LinearInfo,
     Names,
+    dense_name,
 )
 from trtree.build.checkpoint.scheme import FP8_BLOCK, QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo
@@ -106,7 +108,7 @@ def load(checkpoint: Tensors, modules: Sequence[str]) -> LinearWeight:
 
 def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
     """The same linear, its large tensors unread: but for FP8 ones, which are widened, and the
-    block scales of NVFP4 linears of several ``weight_scale_2``.
+    block scales of NVFP4 linears of several ``weight_scale_2`` or of groups larger than 16.
 
     Raises:
         CheckpointError: the modules cannot be fused, or a value that was read is at fault.
@@ -119,7 +121,8 @@ def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
     names = _names(checkpoint)
     input_scale = _input_scale(checkpoint, modules)
     scales = [_global_scale(checkpoint, f"{m}.{names.global_scale}") for m in modules]
-    if len({float(scale) for scale in scales}) > 1:
+    uneven = len({float(scale) for scale in scales}) > 1
+    if uneven or any(_has_larger_groups(checkpoint, module) for module in modules):
         parts = _rescaled(modules, [_load_nvfp4(checkpoint, module) for module in modules])
     else:
         parts = [
@@ -133,6 +136,13 @@ def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
     return StoredLinear(tuple(parts), (), float(parts[0].global_scale), input_scale, bias)
 
 
+def _has_larger_groups(checkpoint: Tensors, module: str) -> bool:
+    names = _names(checkpoint)
+    codes = checkpoint.info(f"{module}.{names.codes}")
+    scales = checkpoint.info(f"{module}.{names.block_scale}")
+    return 2 * codes.shape[1] != nvfp4.BLOCK * scales.shape[1]
+
+
 def _input_scale(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | None:
     names = [f"{module}.{_names(checkpoint).input_scale}" for module in modules]
     if not all(name in checkpoint for name in names):
@@ -141,7 +151,7 @@ def _input_scale(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | 
 
 
 def _stored_dense(checkpoint: Tensors, module: str) -> torch.Tensor:
-    name = f"{module}.weight"
+    name = dense_name(module)
     if checkpoint.info(name).dtype == FP8:
         return _load_dense(checkpoint, module)
     return checkpoint.mapped(name)
@@ -165,18 +175,19 @@ def check_fusable(checkpoint: Tensors, modules: Sequence[str]) -> None:
     first = checkpoint.linear_info(modules[0])
     for module in modules[1:]:
         info = checkpoint.linear_info(module)
-        for field in ("kind", "dtype", "in_features", "has_bias", "has_pre_quant_scale"):
+        for field in ("kind", "dtype", "in_features", "has_bias", "has_pre_quant_scale", "rank"):
             ours, theirs = getattr(first, field), getattr(info, field)
             if ours != theirs:
                 raise CheckpointError(
                     f"cannot fuse {modules[0]} and {module}: {field} {ours} and {theirs}"
                 )
-        if first.has_pre_quant_scale:
-            vectors = [checkpoint.tensor(f"{m}.{PRE_QUANT_SCALE}") for m in (modules[0], module)]
-            if not torch.equal(*vectors):
+        shared = [LOW_RANK[0]] if first.rank else []
+        shared += [PRE_QUANT_SCALE] if first.has_pre_quant_scale else []
+        for part in shared:
+            ours, theirs = (checkpoint.tensor(f"{m}.{part}") for m in (modules[0], module))
+            if not torch.equal(ours, theirs):
                 raise CheckpointError(
-                    f"cannot fuse {modules[0]} and {module}: each scales its input by its own "
-                    "vector"
+                    f"cannot fuse {modules[0]} and {module}: each has its own {part}"
                 )
 
 
@@ -187,7 +198,7 @@ def _names(checkpoint: Tensors) -> Names:
 
 def _load_dense(checkpoint: Tensors, module: str) -> torch.Tensor:
     """A plain weight, or an FP8 one times its scale (one number, one per row, or per block)."""
-    weight = checkpoint.tensor(f"{module}.weight")
+    weight = checkpoint.tensor(dense_name(module))
     if weight.dtype != FP8:
         return weight
     in_blocks = checkpoint.linear_info(module).algorithm == FP8_BLOCK
@@ -223,6 +234,9 @@ def _load_nvfp4(checkpoint: Tensors, module: str) -> nvfp4.QuantizedTensor:
             f"of {raw.numel()} (first: {block_scale[raw > 0x80][0].item()}); export again"
         )
     codes = checkpoint.tensor(f"{module}.{names.codes}")
+    if (blocks := 2 * codes.shape[1] // (nvfp4.BLOCK * block_scale.shape[1])) > 1:
+        # Of larger groups: every block of 16 has its group's.
+        block_scale = raw.repeat_interleave(blocks, dim=1).view(FP8)
     return nvfp4.QuantizedTensor(codes, block_scale, global_scale)
 
 
@@ -253,6 +267,22 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
             f"number{hint}"
         )
     return torch.tensor(value)
+
+
+def input_vector(checkpoint: Tensors, name: str) -> torch.Tensor:
+    """The tensor ``name``, which a module's input is multiplied by first [in_features].
+
+    Raises:
+        CheckpointError: a value is not a positive number.
+    """
+    vector = checkpoint.tensor(name)
+    if not bool((vector > 0).all()):
+        at = int((vector <= 0).nonzero()[0])
+        raise CheckpointError(
+            f"{checkpoint.info(name).file}: tensor {name} has {vector[at].item()} at {at}, "
+            "expected positive numbers; export again"
+        )
+    return vector
 
 
 def _fuse(modules: Sequence[str], parts: Sequence[nvfp4.QuantizedTensor]) -> nvfp4.QuantizedTensor:

@@ -5,16 +5,17 @@ are asked for, as mapped pages of their file, so that peak memory stays near the
 largest tensor.
 """
 
+import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trtree.build.checkpoint import fused_experts, headers, linear, text_part
-from trtree.build.checkpoint.errors import CheckpointError
+from trtree.build.checkpoint.errors import CheckpointError, NoWeightsError
 from trtree.build.checkpoint.headers import LinearInfo
 from trtree.build.checkpoint.json_file import read_json
 from trtree.build.checkpoint.linear import LinearWeight, StoredLinear
@@ -48,6 +49,7 @@ class Checkpoint:
         self.quantization = quantization
         self._tensors = tensors
         self._linears: dict[str, LinearInfo] = {}  # that were described
+        self._digests: dict[str, str] = {}
 
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
@@ -61,7 +63,8 @@ class Checkpoint:
         file = directory / "config.json"
         config = text_part.text_config(read_json(file), str(file))
         quantization = text_part.quantization(read_quantization(directory, config))
-        tensors = fused_experts.split(text_part.tensors(read_headers(directory)), config)
+        found = headers.renamed(text_part.tensors(read_headers(directory)))
+        tensors = fused_experts.split(found, config)
         ignored = matcher(left_out(config))
         used = {name: info for name, info in tensors.items() if not ignored.fullmatch(name)}
         headers.check_quantized_modules(used, quantization)
@@ -129,7 +132,30 @@ class Checkpoint:
             CheckpointError: there is none.
         """
         info = headers.weight_info(self._tensors, module)
-        return info or self.info(f"{module}.weight")
+        return info or self.info(headers.dense_name(module))
+
+    def input_digest(self, module: str) -> str:
+        """Stands for the vector that a module's input is multiplied by first.
+
+        Raises:
+            CheckpointError: there is none, or a value is not a positive number.
+        """
+        return self._digest(f"{module}.{headers.PRE_QUANT_SCALE}", linear.input_vector)
+
+    def factor_digest(self, module: str) -> str:
+        """Stands for the first of a module's low-rank factors.
+
+        Raises:
+            CheckpointError: there is none, or a value is NaN or infinite.
+        """
+        return self._digest(f"{module}.{headers.LOW_RANK[0]}", Checkpoint.tensor)
+
+    def _digest(self, name: str, read: Callable[["Checkpoint", str], torch.Tensor]) -> str:
+        """Of what ``read`` gives; kept, as networks ask more than once."""
+        if name not in self._digests:
+            numbers = read(self, name).float().contiguous().numpy()
+            self._digests[name] = hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
+        return self._digests[name]
 
     def kv_scales(self) -> dict[str, float]:
         """The KV cache's calibrated scales, by tensor name.
@@ -226,7 +252,7 @@ def read_headers(directory: Path) -> dict[str, TensorInfo]:
             f"{directory}: holds pickle files ({_some(pickles)}), which can run code when read; "
             "convert them to safetensors"
         )
-    raise CheckpointError(f"{directory}: has no {SINGLE} and no {INDEX}")
+    raise NoWeightsError(f"{directory}: has no {SINGLE} and no {INDEX}")
 
 
 def _read_shards(directory: Path, index: Path) -> dict[str, TensorInfo]:

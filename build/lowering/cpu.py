@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtree.build.checkpoint import StoredLinear
 from trtree.build.engine_dir import EngineDirWriter, plan_file, weights_file
 from trtree.build.lowering.division import TILE, WHOLE, Shard, segment_bounds
 from trtree.build.lowering.packing import align, append_linear, append_rows
@@ -134,7 +133,7 @@ def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader)
         entry["input_scale"] = _input_scale(weight, linear.input_scale)
     else:
         entry |= {"kind": "dense", "dtype": weight.dtype}
-    entry |= _append_linear(file, linear, weight.modules, checkpoint)
+    entry |= append_linear(file, linear, weight.modules, checkpoint)
     if linear.bias is not None:
         entry["bias_offset"] = _append(file, linear.bias.float().numpy())["offset"]
     bounds = linear.segment_bounds or segment_bounds(-(-weight.shape[1] // BLOCK))
@@ -152,7 +151,7 @@ def _write_experts(file: ResumableFile, weight: Weight, checkpoint: WeightReader
         if linear.global_scale is not None:
             scales.append(linear.global_scale)
             input_scales.append(_input_scale(weight, linear.input_scale))
-        places.append(_append_linear(file, linear, modules, checkpoint))
+        places.append(append_linear(file, linear, modules, checkpoint))
     entry = {
         "offset": places[0]["offset"],
         "bytes": sum(place["bytes"] for place in places),
@@ -186,16 +185,6 @@ def _input_scale(weight: Weight, stored: torch.Tensor | None) -> float:
             "NVFP4 weights; use --activations nvfp4 or bf16, or --backend reference"
         )
     return float(stored)
-
-
-def _append_linear(
-    file: ResumableFile, linear: StoredLinear, modules: Sequence[str], checkpoint: WeightReader
-) -> dict[str, int]:
-    try:
-        return append_linear(file, linear)
-    except ValueError:
-        checkpoint.linear(modules)  # reads it again, and names the tensor at fault
-        raise
 
 
 def _append(file: ResumableFile, data: np.ndarray[Any, Any]) -> dict[str, int]:
@@ -249,6 +238,9 @@ class _Plan:
             name,
             {
                 "kind": state.kind,
+                "dtype": state.dtype,
+                "k_scale": state.k_scale,
+                "v_scale": state.v_scale,
                 "heads": state.heads,
                 "head_dim": state.head_dim,
                 "value_dim": state.value_dim,
@@ -445,7 +437,7 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
         lowered["kind"] = {"key": "head_keys", "value": "head_values"}[op.attrs["part"]]
     elif op.kind == "route":
         lowered["routing"] = plan.routing(op)
-    elif op.kind == "experts_up":
+    elif op.kind in ("experts_linear", "experts_scale", "experts_up"):
         lowered["heads"] = op.attrs["slots"]
     elif op.kind == "gated_delta_net":
         lowered["heads"] = int(network.tensors[op.inputs[1]].shape[1])  # the keys'

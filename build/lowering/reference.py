@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trtree.build.network.network import Network, NetworkError, Op
+from trtree.build.network.network import Network, NetworkError, Op, State
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.causal_conv.reference import causal_conv
 from trtree.plugins.gated_delta_net.reference import gated_delta_net
@@ -23,7 +23,12 @@ from trtree.plugins.sparse_indexer.reference import index_select
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 LinearImpl = Callable[[torch.Tensor], torch.Tensor]
 
@@ -114,6 +119,16 @@ class ReferenceNetwork:
         return self._constants[name]
 
 
+def paged_kv(state: State, num_pages: int, page_size: int) -> PagedKv:
+    """An empty cache of a KV state's type and scales."""
+    dtype = TORCH_DTYPES[state.dtype]
+    k, v = (torch.zeros(num_pages, page_size, *state.shape, dtype=dtype) for _ in "kv")
+    if dtype != torch.float8_e4m3fn:
+        return PagedKv(k, v)
+    k_scale, v_scale = (torch.full((state.heads,), s) for s in (state.k_scale, state.v_scale))
+    return PagedKv(k, v, k_scale, v_scale)
+
+
 def _last_uses(network: Network) -> list[list[str]]:
     """Per op, the tensors that no later op reads."""
     last = {}
@@ -144,8 +159,18 @@ def _route(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Ope
     return [moe.route(x[0], Routing(**op.attrs), bias)]
 
 
+def _experts_scale(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    vectors = net.dense(op).reshape(x[1].shape[1], -1)
+    return [net.round(moe.experts_scale(x[0].double(), x[1], vectors, op.attrs["slots"]))]
+
+
 def _experts_up(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
-    return [moe.experts_up(x[0], x[1], net.experts(op), op.attrs["slots"])]
+    added = x[2] if len(x) > 2 else None
+    return [moe.experts_up(x[0], x[1], net.experts(op), op.attrs["slots"], added)]
+
+
+def _experts_linear(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [moe.experts_linear(x[0], x[1], net.experts(op), op.attrs["slots"])]
 
 
 def _experts_down(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
@@ -325,6 +350,8 @@ _OPS: dict[str, OpFunction] = {
     "concat": _concat,
     "embedding": _embedding,
     "experts_down": _experts_down,
+    "experts_linear": _experts_linear,
+    "experts_scale": _experts_scale,
     "experts_up": _experts_up,
     "gated_delta_net": _gated_delta_net,
     "gather_rows": _gather_rows,

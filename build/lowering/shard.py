@@ -18,6 +18,7 @@ import torch
 from trtree.build.checkpoint import LinearWeight, StoredLinear
 from trtree.build.lowering.division import (
     ON_PARTS,
+    ROUTED,
     SEGMENTS,
     Division,
     Heads,
@@ -308,14 +309,15 @@ class _NetworkShard:
 
     def _add(self, op: Op) -> None:
         # Every rank knows of every row which experts it goes to.
-        operands = op.inputs[:1] if op.kind == "experts_down" else op.inputs
+        operands = op.inputs[:1] if op.kind in ROUTED else op.inputs
         divided = [
             name in self._divided for name in operands if self._whole.tensors[name].dtype != "int32"
         ]
         use = self._division.uses[op.name]
         if any(divided) and not (all(divided) and op.kind in ON_PARTS):
             raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
-        if op.kind in ("linear", "experts_down") and any(divided) != (use == "row"):
+        by_columns = op.kind in ("linear", "experts_down", "experts_linear")
+        if by_columns and any(divided) != (use == "row"):
             raise NetworkError(
                 f"{op.name}: its input is {'divided' if any(divided) else 'whole'}, but it is "
                 f"{'row' if use == 'row' else 'not row'}-parallel"

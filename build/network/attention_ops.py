@@ -1,5 +1,7 @@
 """The vocabulary: attention over a KV cache."""
 
+from dataclasses import replace
+
 from trtree.build.network.graph_core import GraphCore, Rows, static
 from trtree.build.network.network import NetworkError, State, Tensor
 from trtree.build.network.rope import RopeTable
@@ -29,8 +31,11 @@ class AttentionOps(GraphCore):
         )[0]
 
     def kv_state(self, heads: int, head_dim: int) -> State:
-        """The KV cache at the current scope."""
+        """The KV cache at the current scope, in FP8 where the graph has scales for it."""
         state = State(self._path("kv"), "kv", heads, head_dim, self.network.dtype)
+        if self._kv_scales is not None:
+            k_scale, v_scale = self._kv_scales(".".join(self._scopes))
+            state = replace(state, dtype="float8_e4m3fn", k_scale=k_scale, v_scale=v_scale)
         return self.network.states.setdefault(state.name, state)
 
     def kv_append(self, k: Tensor, v: Tensor, slots: Tensor, state: State) -> None:

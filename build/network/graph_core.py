@@ -16,7 +16,7 @@ from trtree.build.network.network import (
     Tensor,
     Weight,
 )
-from trtree.build.network.weight_source import Parallel, WeightInfo, WeightSource
+from trtree.build.network.weight_source import KvScales, Parallel, WeightInfo, WeightSource
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class GraphCore:
         source: what the checkpoints hold.
         dtype: of float tensors between ops.
         owner: whose checkpoint module names refer to unless said otherwise.
+        kv_scales: of a KV cache in FP8, the scales of its keys and values by the scope of
+            its attention; None: KV is kept in ``dtype``.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class GraphCore:
         *,
         dtype: DType = "float32",
         owner: Owner = "target",
+        kv_scales: KvScales | None = None,
     ) -> None:
         self.network = Network(name, dtype)
         self._source = source
         self._owner: Owner = owner
+        self._kv_scales = kv_scales
         self._scopes: list[str] = []
         self._op_names: set[str] = set()
 

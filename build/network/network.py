@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Dim = int | str  # a size, or the name of one that varies from step to step
-DType = Literal["float32", "bfloat16", "int32"]
-ITEM_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "int32": 4}
+# float8_e4m3fn: of KV caches alone.
+DType = Literal["float32", "bfloat16", "int32", "float8_e4m3fn"]
+ITEM_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "int32": 4, "float8_e4m3fn": 1}
 # What NVFP4 linears round their inputs to: E2M1 blocks of 16, bf16, or nothing.
 Activations = Literal["nvfp4", "bf16", "float32"]
 WeightKind = Literal["dense", "nvfp4"]
@@ -82,7 +83,10 @@ class Weight:
 _WEIGHT_TUPLES = ("modules", "shape", "out_sizes", "head_sizes")
 
 # Parameters that are tensors by themselves, not the ``weight`` of a module.
-_PARAMETERS = ("A_log", ".bias", "dt_bias", "e_score_correction_bias", "d2t", "pre_quant_scale")
+_PARAMETERS = (
+    *("A_log", ".bias", "dt_bias", "e_score_correction_bias", "d2t", "pre_quant_scale"),
+    *("svdquant_lora_a", "svdquant_lora_b"),
+)
 
 
 def tensor_name(module: str) -> str:
@@ -95,7 +99,8 @@ class State:
     """Memory a request keeps between steps; ``Engine.commit`` moves it by its kind.
 
     "kv": keys and values [heads, head_dim] per token. Commit gathers the accepted
-    rows' slots to the front of the step's slots.
+    rows' slots to the front of the step's slots. Of float8_e4m3fn it keeps key / k_scale and
+    value / v_scale, one scale for all heads (``plugins/tree_attention/contract.py``).
     "latent": likewise, but one vector [1, head_dim] per token (``plugins/latent_cache.py``).
     "conv": a convolution's window [heads (tokens), head_dim (channels)] per request.
     "recurrent": [heads, head_dim, value_dim] per request. Of these two every row of a
@@ -109,6 +114,8 @@ class State:
     head_dim: int
     dtype: DType
     value_dim: int = 0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     @property
     def paged(self) -> bool:

@@ -12,13 +12,14 @@ namespace trtree::attention {
 
 namespace {
 
-TileKernel kernel_of(Isa isa) {
+const Kernels& kernels_of(KvType type, Isa isa) {
+  const KernelSet* kernels = &kPortableKernels;
 #ifdef TRTREE_X86_KERNELS
-  if (isa == Isa::kAvx512) return kAvx512Tile;
-  if (isa == Isa::kAvx2) return kAvx2Tile;
+  if (isa == Isa::kAvx512) kernels = &kAvx512Kernels;
+  if (isa == Isa::kAvx2) kernels = &kAvx2Kernels;
 #endif
   (void)isa;
-  return kPortableTile;
+  return kernels->of[type == KvType::kE4m3];
 }
 
 }  // namespace
@@ -54,19 +55,29 @@ void Visibility::assign_blocks(std::span<const Segment> segments, bool causal) {
 }
 
 void append(const PagedKv& cache, std::span<const Segment> segments, const Heads& k, const Heads& v,
-            int64_t begin, int64_t end) {
+            int64_t begin, int64_t end, Isa isa) {
   const int64_t d = cache.head_dim, apart = cache.page_size * d;  // from head to head
+  const int64_t bytes = item_bytes(cache.type);
+  const auto store = kernels_of(cache.type, isa).store;
   for (const Segment& segment : segments) {
     const int64_t last = std::min<int64_t>(end, segment.first_row + segment.num_rows);
     for (int64_t row = std::max<int64_t>(begin, segment.first_row); row < last; ++row) {
       const int64_t slot = segment.prefix_length + row - segment.first_row;
       int64_t to = cache.at(segment.pages, slot, 0);
       for (int64_t head = 0; head < cache.heads; ++head, to += apart) {
-        std::copy_n(k.data + row * k.stride + head * d, d, cache.k + to);
-        std::copy_n(v.data + row * v.stride + head * d, d, cache.v + to);
+        store(k.data + row * k.stride + head * d, d, cache.k_scale, cache.k + to * bytes);
+        store(v.data + row * v.stride + head * d, d, cache.v_scale, cache.v + to * bytes);
       }
     }
   }
+}
+
+void to_kv(KvType type, const float* x, int64_t n, float scale, std::byte* to, Isa isa) {
+  kernels_of(type, isa).store(x, n, scale, to);
+}
+
+void from_kv(KvType type, const std::byte* from, int64_t n, float scale, float* x, Isa isa) {
+  kernels_of(type, isa).load(from, n, scale, x);
 }
 
 void attend(const Attention& attention, Parallel& parallel, Isa isa) {
@@ -86,7 +97,7 @@ void attend(const Attention& attention, Parallel& parallel, Isa isa) {
       }
     }
   }
-  const TileKernel kernel = kernel_of(isa);
+  const auto kernel = kernels_of(cache.type, isa).attend;
   parallel.parallel_for(static_cast<int64_t>(tiles.size()), 1, [&](int64_t begin, int64_t end) {
     thread_local Scratch scratch;
     for (int64_t i = begin; i < end; ++i) kernel(attention, tiles[i], scratch);
@@ -94,24 +105,24 @@ void attend(const Attention& attention, Parallel& parallel, Isa isa) {
 }
 
 void commit(const PagedKv& cache, const Segment& segment, std::span<const int32_t> rows) {
-  const int64_t d = cache.head_dim;
-  const size_t bytes = d * sizeof(float);
-  std::vector<float> moved(rows.size() * 2 * d);
+  const int64_t item = item_bytes(cache.type);
+  const auto bytes = static_cast<size_t>(cache.head_dim * item);
+  std::vector<std::byte> moved(rows.size() * 2 * bytes);
   for (int64_t head = 0; head < cache.heads; ++head) {  // of each: read all, then write all
-    float* to = moved.data();
+    std::byte* to = moved.data();
     for (const int32_t row : rows) {
-      const int64_t from = cache.at(segment.pages, segment.prefix_length + row, head);
+      const int64_t from = cache.at(segment.pages, segment.prefix_length + row, head) * item;
       std::memcpy(to, cache.k + from, bytes);
-      std::memcpy(to + d, cache.v + from, bytes);
-      to += 2 * d;
+      std::memcpy(to + bytes, cache.v + from, bytes);
+      to += 2 * bytes;
     }
-    const float* from = moved.data();
+    const std::byte* from = moved.data();
     for (size_t i = 0; i < rows.size(); ++i) {
-      const int64_t at =
-          cache.at(segment.pages, segment.prefix_length + static_cast<int64_t>(i), head);
+      const int64_t slot = segment.prefix_length + static_cast<int64_t>(i);
+      const int64_t at = cache.at(segment.pages, slot, head) * item;
       std::memcpy(cache.k + at, from, bytes);
-      std::memcpy(cache.v + at, from + d, bytes);
-      from += 2 * d;
+      std::memcpy(cache.v + at, from + bytes, bytes);
+      from += 2 * bytes;
     }
   }
 }

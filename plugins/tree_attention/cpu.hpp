@@ -1,4 +1,4 @@
-// Tree attention on the CPU over paged float32 KV; contract.py says what is computed.
+// Tree attention on the CPU over paged KV, float32 or E4M3; contract.py says what is computed.
 //
 // A row's output is a function of its query and of its visible keys and values in
 // position order (the prefix, then its ancestors, then itself) and of nothing else:
@@ -6,6 +6,7 @@
 // row gives the bits of plain decoding, whatever batch, pages or threads it runs with.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -15,16 +16,23 @@
 
 namespace trtree::attention {
 
+enum class KvType { kFloat32, kE4m3 };
+
+inline int64_t item_bytes(KvType type) { return type == KvType::kFloat32 ? 4 : 1; }
+
 // One layer's cache: k and v [num_pages, heads, page_size, head_dim]. The keys of one head
 // lie together, so that reading them fills whole memory pages instead of touching one each.
 struct PagedKv {
-  float* k = nullptr;
-  float* v = nullptr;
+  std::byte* k = nullptr;
+  std::byte* v = nullptr;
   int32_t page_size = 0;
   int64_t heads = 0;
   int64_t head_dim = 0;
+  KvType type = KvType::kFloat32;
+  float k_scale = 1;  // E4M3: a key is code * k_scale
+  float v_scale = 1;
 
-  // Offset of a slot's first float of one head.
+  // Offset of a slot's first number of one head, in numbers.
   int64_t at(std::span<const int32_t> pages, int64_t slot, int64_t head) const {
     return ((pages[slot / page_size] * heads + head) * page_size + slot % page_size) * head_dim;
   }
@@ -62,9 +70,15 @@ struct Heads {
   int64_t stride;
 };
 
-// Write rows [begin, end) of k, v [rows, kv heads, head_dim] into their slots.
+// Write rows [begin, end) of k, v [rows, kv heads, head_dim] into their slots; as E4M3, they are
+// x / scale to nearest even, saturated. head_dim is then a multiple of 16.
 void append(const PagedKv& cache, std::span<const Segment> segments, const Heads& k, const Heads& v,
-            int64_t begin, int64_t end);
+            int64_t begin, int64_t end, Isa isa);
+
+// n numbers as a cache of this type and scale keeps them, and back; n is a multiple of 16. What
+// append and attend do on their way, for tests.
+void to_kv(KvType type, const float* x, int64_t n, float scale, std::byte* to, Isa isa);
+void from_kv(KvType type, const std::byte* from, int64_t n, float scale, float* x, Isa isa);
 
 struct Attention {
   PagedKv cache;

@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "plugins/lanes.hpp"
 #include "plugins/tree_attention/cpu.hpp"
+#include "plugins/tree_attention/e4m3.hpp"
 
 namespace trtree::attention {
 
@@ -33,21 +35,37 @@ struct Query {
 // A thread's storage, kept from tile to tile.
 struct Scratch {
   struct Tail {
-    int64_t first;  // in keys
+    int64_t first;  // in tail_keys
     int64_t count;
   };
-  std::vector<const float*> keys;  // the prefix's, then each row's tail
-  std::vector<Tail> tails;
+  std::vector<const float*> keys;  // the prefix's
+  std::vector<const float*> tail_keys;
+  std::vector<Tail> tails;  // of each row
   std::vector<float> weights;
   std::vector<Query> queries;
+  // E4M3: the prefix's codes, and what a piece of them and the step's own rows decode to.
+  std::vector<const uint8_t*> codes;
+  std::vector<float> piece, own;
+  std::vector<const float*> piece_keys;
 };
 
-using TileKernel = void (*)(const Attention& attention, const Tile& tile, Scratch& scratch);
+// What a cache's type and an instruction set choose.
+struct Kernels {
+  void (*attend)(const Attention& attention, const Tile& tile, Scratch& scratch);
+  // n numbers, a multiple of 16 unless they are float32, as the cache has them.
+  void (*store)(const float* x, int64_t n, float scale, std::byte* to);
+  void (*load)(const std::byte* from, int64_t n, float scale, float* x);
+};
 
-extern const TileKernel kPortableTile;
+// By KvType.
+struct KernelSet {
+  Kernels of[2];
+};
+
+extern const KernelSet kPortableKernels;
 #ifdef TRTREE_X86_KERNELS
-extern const TileKernel kAvx2Tile;
-extern const TileKernel kAvx512Tile;
+extern const KernelSet kAvx2Kernels;
+extern const KernelSet kAvx512Kernels;
 #endif
 
 namespace {
@@ -199,20 +217,150 @@ inline void sum_values(std::span<const Query> queries, const float* const* value
   if (q < queries.size()) accumulate_all<1>(&queries[q], values, n, at, d, ahead);
 }
 
-// Prefix keys that stay in the first-level cache while all queries of a tile read them.
-constexpr int64_t kChunk = 64;
+// Calls use(address) for every slot from `start` to the end of the prefix, page by page.
+template <typename T, typename Use>
+inline void each_prefix_slot(const Attention& attention, const Tile& tile, const T* base,
+                             int64_t start, const Use& use) {
+  const PagedKv& cache = attention.cache;
+  const Segment& segment = *tile.segment;
+  for (int64_t slot = start; slot < segment.prefix_length;) {
+    const T* at = base + cache.at(segment.pages, slot, tile.kv_head);
+    const int64_t page_end = (slot / cache.page_size + 1) * cache.page_size;
+    for (const int64_t end = std::min<int64_t>(page_end, segment.prefix_length); slot < end;
+         ++slot, at += cache.head_dim) {
+      use(at);
+    }
+  }
+}
+
+// A tile's keys, then its values, as float32. This is a cache of them: they are read in place.
+class FloatRows {
+ public:
+  // Of the prefix, what stays in the first-level cache while all queries of a tile read it.
+  static constexpr int64_t kChunk = 64;
+
+  FloatRows(const Attention& attention, const Tile& tile, Scratch& scratch)
+      : attention_(attention),
+        tile_(tile),
+        scratch_(scratch),
+        base_(reinterpret_cast<const float*>(attention.cache.k)) {}
+
+  void list_prefix(int64_t start) {
+    scratch_.keys.clear();
+    each_prefix_slot(attention_, tile_, base_, start,
+                     [&](const float* key) { scratch_.keys.push_back(key); });
+  }
+  // A row of the step, once load_own is called.
+  const float* own(int32_t row) {
+    const Segment& segment = *tile_.segment;
+    return base_ + attention_.cache.at(segment.pages, segment.prefix_length + row, tile_.kv_head);
+  }
+  void load_own() {}
+  // n of the prefix's from list position `at` on.
+  const float* const* prefix(int64_t at, int64_t, int64_t) { return scratch_.keys.data() + at; }
+  void turn_to_values() {
+    const int64_t apart = values_apart();
+    for (const float*& key : scratch_.keys) key += apart;
+    for (const float*& key : scratch_.tail_keys) key += apart;
+  }
+  // From a key to its value.
+  int64_t values_apart() const {
+    return reinterpret_cast<const float*>(attention_.cache.v) - base_;
+  }
+  // Whether what is `ahead` is to be fetched by who reads the rows.
+  static int64_t in_place(int64_t ahead) { return ahead; }
+  float score_scale() const { return attention_.scale; }
+  Lanes scaled(const Lanes& sum) const { return sum; }
+
+ private:
+  const Attention& attention_;
+  const Tile& tile_;
+  Scratch& scratch_;
+  const float* const base_;
+};
+
+// Of a cache of E4M3: decoded a piece at a time, the step's own rows once for all of a tile's.
+class CodeRows {
+ public:
+  static constexpr int64_t kChunk = 32;
+
+  CodeRows(const Attention& attention, const Tile& tile, Scratch& scratch)
+      : attention_(attention),
+        tile_(tile),
+        scratch_(scratch),
+        d_(attention.cache.head_dim),
+        base_(reinterpret_cast<const uint8_t*>(attention.cache.k)) {
+    scratch.own.resize(static_cast<size_t>(tile.segment->num_rows * d_));
+    scratch.piece.resize(static_cast<size_t>(kChunk * d_));
+    scratch.piece_keys.clear();
+    for (int64_t i = 0; i < kChunk; ++i) scratch.piece_keys.push_back(&scratch.piece[i * d_]);
+  }
+
+  void list_prefix(int64_t start) {
+    scratch_.codes.clear();
+    each_prefix_slot(attention_, tile_, base_, start,
+                     [&](const uint8_t* codes) { scratch_.codes.push_back(codes); });
+  }
+  const float* own(int32_t row) {
+    first_own_ = std::min(first_own_, row);
+    last_own_ = std::max(last_own_, row);
+    return &scratch_.own[row * d_];
+  }
+  void load_own() {
+    const Segment& segment = *tile_.segment;
+    for (int32_t row = first_own_; row <= last_own_; ++row) {
+      const int64_t slot = segment.prefix_length + row;
+      decode_row(base_ + attention_.cache.at(segment.pages, slot, tile_.kv_head),
+                 &scratch_.own[row * d_]);
+    }
+  }
+  const float* const* prefix(int64_t at, int64_t n, int64_t ahead) {
+    for (int64_t i = 0; i < n; ++i) {
+      const uint8_t* codes = scratch_.codes[at + i];
+      if (ahead != 0) {
+        for (int64_t byte = 0; byte < d_; byte += 64) {
+          __builtin_prefetch(codes + ahead + byte, 0, 2);
+        }
+      }
+      decode_row(codes, &scratch_.piece[i * d_]);
+    }
+    return scratch_.piece_keys.data();
+  }
+  void turn_to_values() {
+    const int64_t apart = values_apart();
+    base_ += apart;
+    for (const uint8_t*& codes : scratch_.codes) codes += apart;
+    load_own();
+  }
+  int64_t values_apart() const { return attention_.cache.v - attention_.cache.k; }
+  static int64_t in_place(int64_t) { return 0; }
+  // One scale for all keys, and one for all values: they are multiplied last.
+  float score_scale() const { return attention_.scale * (attention_.cache.k_scale * kCodeUnit); }
+  Lanes scaled(const Lanes& sum) const { return sum * (attention_.cache.v_scale * kCodeUnit); }
+
+ private:
+  void decode_row(const uint8_t* codes, float* to) const {
+    for (int64_t i = 0; i < d_; i += kLanes) store(to + i, decode(codes + i));
+  }
+
+  const Attention& attention_;
+  const Tile& tile_;
+  Scratch& scratch_;
+  const int64_t d_;
+  const uint8_t* base_;  // of the keys, then of the values
+  int32_t first_own_ = INT32_MAX;
+  int32_t last_own_ = -1;
+};
 
 // The rows of a tile share the prefix; a window, which may begin elsewhere for each row,
 // has tiles of one row.
+template <typename Rows>
 inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& scratch) {
   const PagedKv& cache = attention.cache;
   const Segment& segment = *tile.segment;
   const int64_t d = cache.head_dim;
   const auto group = static_cast<size_t>(attention.query_heads / cache.heads);
-  const int64_t values = cache.v - cache.k;
-  const auto key_at = [&](int64_t slot) {
-    return cache.k + cache.at(segment.pages, slot, tile.kv_head);
-  };
+  Rows rows(attention, tile, scratch);
 
   int64_t oldest = 0;  // position
   if (attention.window > 0) {
@@ -221,29 +369,22 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
   }
   const int64_t start = std::min<int64_t>(oldest, segment.prefix_length);
   const int64_t prefix = segment.prefix_length - start;
-  scratch.keys.clear();
-  for (int64_t slot = start; slot < segment.prefix_length;) {  // page by page
-    const float* key = key_at(slot);
-    const int64_t page_end = (slot / cache.page_size + 1) * cache.page_size;
-    for (const int64_t end = std::min<int64_t>(page_end, segment.prefix_length); slot < end;
-         ++slot, key += d) {
-      scratch.keys.push_back(key);
-    }
-  }
+  rows.list_prefix(start);
 
   // Queries of a row stand together. Their lists are the prefix, then the row's tail.
+  scratch.tail_keys.clear();
   scratch.tails.clear();
   scratch.queries.clear();
   const int64_t stride = (prefix + segment.num_rows + kLanes - 1) / kLanes * kLanes;
   scratch.weights.resize(static_cast<size_t>(stride) * tile.num_rows * group);
   for (int32_t r = 0; r < tile.num_rows; ++r) {
     const int32_t row = segment.first_row + tile.first_row + r;
-    const auto before = static_cast<int64_t>(scratch.keys.size());
+    const auto before = static_cast<int64_t>(scratch.tail_keys.size());
     for (const int32_t other : attention.visibility->row(row)) {
       if (attention.positions[segment.first_row + other] < oldest) continue;
-      scratch.keys.push_back(key_at(segment.prefix_length + other));
+      scratch.tail_keys.push_back(rows.own(other));
     }
-    const auto tail = static_cast<int64_t>(scratch.keys.size()) - before;
+    const auto tail = static_cast<int64_t>(scratch.tail_keys.size()) - before;
     scratch.tails.push_back({before, tail});
     for (size_t g = 0; g < group; ++g) {
       const int64_t head = tile.kv_head * static_cast<int64_t>(group) + static_cast<int64_t>(g);
@@ -254,33 +395,63 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
                                  scratch.weights.data() + index * stride, prefix + tail, 0});
     }
   }
+  rows.load_own();
 
   const std::span<Query> queries(scratch.queries);
-  for (int64_t at = 0; at < prefix; at += kChunk) {
-    score_keys(queries, scratch.keys.data() + at, std::min(kChunk, prefix - at), at, d,
-               attention.scale, values);
+  const float scale = rows.score_scale();
+  const int64_t values = rows.values_apart();
+  for (int64_t at = 0; at < prefix; at += Rows::kChunk) {
+    const int64_t n = std::min(Rows::kChunk, prefix - at);
+    score_keys(queries, rows.prefix(at, n, values), n, at, d, scale, Rows::in_place(values));
   }
   for (size_t r = 0; r < scratch.tails.size(); ++r) {
     const auto [first, count] = scratch.tails[r];
-    score_keys(queries.subspan(r * group, group), scratch.keys.data() + first, count, prefix, d,
-               attention.scale);
+    score_keys(queries.subspan(r * group, group), scratch.tail_keys.data() + first, count, prefix,
+               d, scale);
   }
   for (Query& query : queries) query.total = softmax(query.weights, query.visible);
 
-  for (const float*& key : scratch.keys) key += values;
+  rows.turn_to_values();
   // The same slots of the next head, which is likely this thread's next tile, follow in a page.
   const int64_t next = tile.kv_head + 1 < cache.heads ? cache.page_size * d - values : 0;
-  for (int64_t at = 0; at < prefix; at += kChunk) {
-    sum_values(queries, scratch.keys.data() + at, std::min(kChunk, prefix - at), at, d, next);
+  for (int64_t at = 0; at < prefix; at += Rows::kChunk) {
+    const int64_t n = std::min(Rows::kChunk, prefix - at);
+    sum_values(queries, rows.prefix(at, n, next), n, at, d, Rows::in_place(next));
   }
   for (size_t r = 0; r < scratch.tails.size(); ++r) {
     const auto [first, count] = scratch.tails[r];
-    sum_values(queries.subspan(r * group, group), scratch.keys.data() + first, count, prefix, d);
+    sum_values(queries.subspan(r * group, group), scratch.tail_keys.data() + first, count, prefix,
+               d);
   }
   for (const Query& query : queries) {
-    for (int64_t i = 0; i < d; i += kLanes) store(query.out + i, load(query.out + i) / query.total);
+    for (int64_t i = 0; i < d; i += kLanes) {
+      store(query.out + i, rows.scaled(load(query.out + i) / query.total));
+    }
   }
 }
+
+inline void store_floats(const float* x, int64_t n, float, std::byte* to) {
+  std::memcpy(to, x, n * sizeof(float));
+}
+
+inline void store_codes(const float* x, int64_t n, float scale, std::byte* to) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    encode(load(x + i), scale, reinterpret_cast<uint8_t*>(to) + i);
+  }
+}
+
+inline void load_floats(const std::byte* from, int64_t n, float, float* x) {
+  std::memcpy(x, from, n * sizeof(float));
+}
+
+inline void load_codes(const std::byte* from, int64_t n, float scale, float* x) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    store(x + i, decode(reinterpret_cast<const uint8_t*>(from) + i) * (scale * kCodeUnit));
+  }
+}
+
+constexpr KernelSet kKernels = {{{attend_tile<FloatRows>, store_floats, load_floats},
+                                 {attend_tile<CodeRows>, store_codes, load_codes}}};
 
 }  // namespace
 }  // namespace trtree::attention

@@ -2,6 +2,6 @@
 
 namespace trtree::attention {
 
-const TileKernel kAvx2Tile = attend_tile;
+const KernelSet kAvx2Kernels = kKernels;
 
 }  // namespace trtree::attention

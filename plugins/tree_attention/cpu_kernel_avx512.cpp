@@ -2,6 +2,6 @@
 
 namespace trtree::attention {
 
-const TileKernel kAvx512Tile = attend_tile;
+const KernelSet kAvx512Kernels = kKernels;
 
 }  // namespace trtree::attention

@@ -2,6 +2,6 @@
 
 namespace trtree::attention {
 
-const TileKernel kPortableTile = attend_tile;
+const KernelSet kPortableKernels = kKernels;
 
 }  // namespace trtree::attention

@@ -17,6 +17,7 @@ void bind_parallel(nb::module_& m);
 void bind_requests(nb::module_& m);
 void bind_sampler(nb::module_& m);
 void bind_thread_pool(nb::module_& m);
+void bind_tree_attention(nb::module_& m);
 void bind_tree_policy(nb::module_& m);
 }  // namespace trtree
 
@@ -35,6 +36,7 @@ NB_MODULE(_core, m) {
   trtree::bind_dense_linear(m);
   trtree::bind_moe(m);
   trtree::bind_nvfp4_linear(m);
+  trtree::bind_tree_attention(m);
   trtree::bind_linear_bench(m);
   trtree::bind_cpu_engine(m);
   trtree::bind_distributed(m);

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from trtree import _core
 from trtree._core import cpu
 from trtree.build.engine_dir import EngineDir, EngineDirError
-from trtree.runtime.engines.manifest import capabilities_of, check_ranks
+from trtree.runtime.engines.manifest import capabilities_of, check_kv_cache, check_ranks
 
 Struct = TypeVar("Struct")
 
@@ -47,12 +47,17 @@ def _plan(engine: EngineDir, rank: int) -> cpu.Plan:
     _check_keys(
         data, "plan", {"rank", "ranks", "networks", "weights", "states", "ropes", "routings"}
     )
+
+    def is_kv(state: cpu.PlanState) -> bool:
+        return state.kind == cpu.StateKind.kv and not state.drafter
+
     plan = cpu.Plan()
     plan.directory = str(engine.path)
     plan.rank, plan.ranks = data["rank"], data["ranks"]
     plan.networks = {name: _network(network) for name, network in data["networks"].items()}
     plan.weights = [_fill(cpu.PlanWeight(), w, kind=cpu.WeightKind) for w in data["weights"]]
     plan.states = [_fill(cpu.PlanState(), s, kind=cpu.StateKind) for s in data["states"]]
+    check_kv_cache(engine, (s.dtype for s in plan.states if is_kv(s)))
     plan.ropes = [_fill(cpu.PlanRope(), rope) for rope in data["ropes"]]
     plan.routings = [_fill(cpu.PlanRouting(), routing) for routing in data["routings"]]
     return plan

@@ -1,5 +1,7 @@
 """From an engine directory's manifest to what the engine can do."""
 
+from collections.abc import Iterable
+
 from trtree import _core
 from trtree.build.engine_dir import EngineDir, EngineDirError
 
@@ -24,6 +26,21 @@ def capabilities_of(engine: EngineDir) -> _core.Capabilities:
     c.block_size = speculative["block_size"] if speculative else 0
     c.max_top_k = speculative["top_k"] if speculative else 0
     return c
+
+
+def check_kv_cache(engine: EngineDir, stored: Iterable[str]) -> None:
+    """Refuse an engine whose target keeps KV (``stored``: each cache's type) in another type
+    than the manifest says.
+
+    Raises:
+        EngineDirError: names both.
+    """
+    said = engine.manifest["build_config"]["kv_cache"].get("stored_as")
+    if others := sorted(set(stored) - {said}):
+        raise EngineDirError(
+            f"{engine.path}: config.json says that KV is stored as {said}, the engine's networks "
+            f"store {', '.join(others)}; rebuild the engine"
+        )
 
 
 def check_ranks(engine: EngineDir, ranks: int) -> None:

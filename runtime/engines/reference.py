@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 
 from trtree import _core
 from trtree.build.engine_dir import EngineDir
-from trtree.build.lowering.reference import TORCH_DTYPES, ReferenceNetwork, StepContext
+from trtree.build.lowering.reference import (
+    TORCH_DTYPES,
+    ReferenceNetwork,
+    StepContext,
+    paged_kv,
+)
 from trtree.build.lowering.reference_weights import SUFFIX, load_networks
 from trtree.build.network.network import Owner, State
 from trtree.plugins import branch_state, latent_cache
@@ -20,7 +25,7 @@ from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.latent_cache import LatentCache
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
-from trtree.runtime.engines.manifest import capabilities_of
+from trtree.runtime.engines.manifest import capabilities_of, check_kv_cache
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,10 @@ class ReferenceEngine(_core.Engine):
             for loaded in self._networks.values()
             for state in loaded.network.states.values()
         }
+        check_kv_cache(
+            engine,
+            (s.dtype for s in self._networks["target"].network.states.values() if s.kind == "kv"),
+        )
         self._caches = {s.name: self._cache(s) for s in states.values() if s.kind == "kv"}
         self._latents = {s.name: self._latent(s) for s in states.values() if s.kind == "latent"}
         slots, snapshots = (
@@ -211,9 +220,7 @@ class ReferenceEngine(_core.Engine):
         return self._networks[name].run(inputs, StepContext(self._caches, segments))
 
     def _cache(self, state: State) -> PagedKv:
-        shape = (self._capabilities.num_pages, self._capabilities.page_size, *state.shape)
-        dtype = TORCH_DTYPES[state.dtype]
-        return PagedKv(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        return paged_kv(state, self._capabilities.num_pages, self._capabilities.page_size)
 
     def _latent(self, state: State) -> LatentCache:
         shape = (self._capabilities.num_pages, self._capabilities.page_size, state.head_dim)

@@ -56,8 +56,10 @@ def test_a_conversion_is_measured(
     ratio = result["engine_bytes"] / result["checkpoint_bytes"]
     assert ratio < 0.5 if "--plain" in options else 0.9 < ratio < 1.2
     assert min(result[f"{rate}_mb_per_s"] for rate in ("engine", "disk", "copy")) > 0
-    assert 0 < result["of_copy"] == pytest.approx(
-        result["engine_mb_per_s"] / result["copy_mb_per_s"], rel=0.1
+    assert (
+        0
+        < result["of_copy"]
+        == pytest.approx(result["engine_mb_per_s"] / result["copy_mb_per_s"], rel=0.1)
     )
     assert list(work.iterdir()) == []
 

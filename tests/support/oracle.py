@@ -38,15 +38,16 @@ def check_logits(
     *,
     chunks: Sequence[int] = (40,),
     vocab: int = 80,
+    tokens: int = TOKENS,
 ) -> None:
     """Random tokens in ``chunks``, then one by one, give the logits of transformers' model."""
-    token_ids = torch.randint(0, vocab, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    token_ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(token_ids[None]).logits[0].numpy()
     assert expected.std() > 0.1  # the network says something
-    pages = list(range(TOKENS // 4))
+    pages = list(range(tokens // 4))
     start = 0
-    for size in (*chunks, *[1] * (TOKENS - sum(chunks))):
+    for size in (*chunks, *[1] * (tokens - sum(chunks))):
         end = start + size
         at = _core.Sequence(1, 3, start, pages)
         logits = prefill(engine, at, token_ids[start:end].tolist())

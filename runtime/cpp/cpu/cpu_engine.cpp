@@ -18,6 +18,12 @@ attention::Segment attention_segment(const Sequence& sequence, int32_t first_row
   return {first_row, num_rows, sequence.committed_length, sequence.pages};
 }
 
+attention::KvType kv_type(const PlanState& state) {
+  return state.fp8() ? attention::KvType::kE4m3 : attention::KvType::kFloat32;
+}
+
+int64_t parts(const PlanState& state) { return state.kind == StateKind::kKv ? 2 : 1; }
+
 }  // namespace
 
 CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id, int num_threads,
@@ -29,26 +35,28 @@ CpuEngine::CpuEngine(Plan plan, Capabilities capabilities, int32_t mask_token_id
       weights_((check_plan(plan_), check_ranks(plan_, collectives), plan_)),
       branches_(plan_, capabilities_.max_batch_size, capabilities_.state_snapshots) {
   const int64_t slots = static_cast<int64_t>(capabilities_.num_pages) * capabilities_.page_size;
-  int64_t floats = 0;
-  const auto floats_of = [slots](const PlanState& state) {
+  // Of a state's keys, values or latents. Vectors that cross cache lines would be read at half
+  // the speed.
+  const auto part_bytes = [slots](const PlanState& state) {
     if (!state.paged()) return int64_t{0};
-    return slots * state.heads * state.head_dim * (state.kind == StateKind::kKv ? 2 : 1);
+    const int64_t size =
+        slots * state.heads * state.head_dim * attention::item_bytes(kv_type(state));
+    return (size + kPackedAlignment - 1) / kPackedAlignment * kPackedAlignment;
   };
-  for (const PlanState& state : plan_.states) floats += floats_of(state);
-  size_t bytes = floats * sizeof(float) + kPackedAlignment;
-  pool_.reset(static_cast<float*>(std::calloc(1, bytes)));
-  if (!pool_)
-    throw std::runtime_error("no memory for " + std::to_string(floats * 4) + " bytes of KV");
-  // Vectors of keys that cross cache lines would be read at half the speed.
+  int64_t total = 0;
+  for (const PlanState& state : plan_.states) total += parts(state) * part_bytes(state);
+  size_t bytes = total + kPackedAlignment;
+  pool_.reset(static_cast<std::byte*>(std::calloc(1, bytes)));
+  if (!pool_) throw std::runtime_error("no memory for " + std::to_string(total) + " bytes of KV");
   void* start = pool_.get();
-  auto* next =
-      static_cast<float*>(std::align(kPackedAlignment, bytes - kPackedAlignment, start, bytes));
+  auto* next = static_cast<std::byte*>(std::align(kPackedAlignment, total, start, bytes));
   for (const PlanState& state : plan_.states) {
-    const int64_t size = floats_of(state);
-    caches_.kv.push_back(
-        {next, next + size / 2, capabilities_.page_size, state.heads, state.head_dim});
-    caches_.latents.push_back({next, capabilities_.page_size, state.head_dim});
-    next += size;
+    const int64_t size = part_bytes(state);
+    caches_.kv.push_back({next, next + size, capabilities_.page_size, state.heads, state.head_dim,
+                          kv_type(state), state.k_scale, state.v_scale});
+    caches_.latents.push_back(
+        {reinterpret_cast<float*>(next), capabilities_.page_size, state.head_dim});
+    next += parts(state) * size;
   }
   for (const auto& [name, network] : plan_.networks) {
     runners_[name] = std::make_unique<NetworkRunner>(plan_, network, weights_, caches_, branches_,

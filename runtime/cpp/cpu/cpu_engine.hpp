@@ -1,6 +1,7 @@
 // The engine for machines without a GPU: a plan over packed, memory-mapped weights.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -49,7 +50,7 @@ class CpuEngine final : public Engine {
   ThreadPool threads_;
   const WeightTable weights_;
   // KV and latents of all states, of KV k then v. calloc: untouched pages take no memory.
-  std::unique_ptr<float, decltype(&std::free)> pool_{nullptr, &std::free};
+  std::unique_ptr<std::byte, decltype(&std::free)> pool_{nullptr, &std::free};
   PagedCaches caches_;
   BranchStates branches_;
   std::unordered_map<std::string, std::unique_ptr<NetworkRunner>> runners_;

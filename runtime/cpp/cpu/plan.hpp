@@ -20,6 +20,8 @@ enum class OpKind {
   kConcat,
   kEmbedding,
   kExpertsDown,
+  kExpertsLinear,
+  kExpertsScale,
   kExpertsUp,
   kGatedDeltaNet,
   kGatherRows,
@@ -113,6 +115,9 @@ enum class StateKind { kKv, kLatent, kConv, kRecurrent };
 // [heads, head_dim] or a recurrence's [heads, head_dim, value_dim].
 struct PlanState {
   StateKind kind = StateKind::kKv;
+  std::string dtype = "float32";  // or of KV float8_e4m3fn
+  float k_scale = 1;              // of such KV: a key is code * k_scale
+  float v_scale = 1;
   int64_t heads = 0;
   int64_t head_dim = 0;
   int64_t value_dim = 0;
@@ -120,6 +125,7 @@ struct PlanState {
 
   // In pages, a token per row; others have one size per request.
   bool paged() const { return kind == StateKind::kKv || kind == StateKind::kLatent; }
+  bool fp8() const { return dtype == "float8_e4m3fn"; }
 };
 
 struct PlanRope {
