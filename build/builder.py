@@ -328,11 +328,8 @@ def _write_weights(
         )
         return {"sm": list(options.sm), "tensorrt": built}
     checkpoints = {owner: source.checkpoint(owner) for owner in description.owners()}
-    for index in range(options.tp):
-        rank = description.rank(index)
-        LOWERINGS[options.backend].write_files(
-            out, rank.networks, rank.weights, rank.readers(checkpoints), progress, rank.shard
-        )
+    ranks = [description.rank(index) for index in range(options.tp)]
+    LOWERINGS[options.backend].write_files(out, ranks, checkpoints, progress)
     return {}
 
 

@@ -5,6 +5,7 @@ libraries do it; see ``headers.py`` for what is refused before that.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -97,12 +98,13 @@ class StoredLinear:
 
 
 class Tensors(Protocol):
-    """Where tensors come from: a Checkpoint. Those of ``mapped`` are not checked."""
+    """Where tensors come from: a Checkpoint. ``mapped`` and ``number`` check no values."""
 
     quantization: QuantizationConfig | None
 
     def tensor(self, tensor_name: str) -> torch.Tensor: ...
     def mapped(self, tensor_name: str) -> torch.Tensor: ...
+    def number(self, tensor_name: str) -> float: ...
     def info(self, tensor_name: str) -> TensorInfo: ...
     def linear_info(self, module: str) -> LinearInfo: ...
     def __contains__(self, tensor_name: object) -> bool: ...
@@ -148,7 +150,7 @@ def _smoothing(checkpoint: Tensors, modules: Sequence[str]) -> Smoothing | None:
 
 def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
     """The same linear, its large tensors unread: but for FP8 ones, which are widened, and the
-    block scales of NVFP4 linears of several ``weight_scale_2``, or of blocks larger than 16.
+    block scales of NVFP4 linears of several ``weight_scale_2`` or of groups larger than 16.
 
     Raises:
         CheckpointError: the modules cannot be fused, or a value that was read is at fault.
@@ -161,8 +163,8 @@ def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
     names = _names(checkpoint)
     input_scale = _input_scale(checkpoint, modules)
     scales = [_global_scale(checkpoint, f"{m}.{names.global_scale}") for m in modules]
-    differ = len({float(scale) for scale in scales}) > 1
-    if differ or any(_blocks_per_scale(checkpoint, module) > 1 for module in modules):
+    uneven = len({float(scale) for scale in scales}) > 1
+    if uneven or any(_blocks_per_scale(checkpoint, module) > 1 for module in modules):
         parts = _rescaled(modules, [_load_nvfp4(checkpoint, module) for module in modules])
     else:
         parts = [
@@ -292,8 +294,9 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
     Raises:
         CheckpointError: it is neither.
     """
-    value = checkpoint.tensor(name).reshape(())
-    if not value > 0:
+    value = checkpoint.number(name)
+    if not 0 < value < math.inf:
+        checkpoint.tensor(name)  # names what is not finite
         hint = (
             "; an all-zero tensor exports so, with NaN block scales: exclude the module from "
             "quantization"
@@ -301,10 +304,10 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
             else "; export again"
         )
         raise CheckpointError(
-            f"{checkpoint.info(name).file}: tensor {name} is {value.item()}, expected a positive "
+            f"{checkpoint.info(name).file}: tensor {name} is {value}, expected a positive "
             f"number{hint}"
         )
-    return value
+    return torch.tensor(value)
 
 
 def input_vector(checkpoint: Tensors, name: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ from trtree.build.checkpoint.linear import LinearWeight, StoredLinear
 from trtree.build.checkpoint.patterns import left_out, matcher
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.scheme import QuantizationConfig
-from trtree.build.checkpoint.shard import TensorInfo, map_tensor, read_header
+from trtree.build.checkpoint.shard import TensorInfo, map_tensor, read_header, read_number
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -48,6 +48,7 @@ class Checkpoint:
         self.config = config
         self.quantization = quantization
         self._tensors = tensors
+        self._linears: dict[str, LinearInfo] = {}  # that were described
         self._digests: dict[str, str] = {}
 
     @classmethod
@@ -103,14 +104,22 @@ class Checkpoint:
         """As ``tensor``, of any values: for those who check them while they read them."""
         return map_tensor(tensor_name, self.info(tensor_name))
 
+    def number(self, tensor_name: str) -> float:
+        """A tensor of one number, whatever it is."""
+        return read_number(tensor_name, self.info(tensor_name))
+
     def linear_info(self, module: str) -> LinearInfo:
         """What kind of linear ``module`` is, from headers only.
 
         Raises:
             CheckpointError: see ``headers.describe``.
         """
-        self.weight_info(module)  # its absence is named with the directory
-        return headers.describe(self._tensors, self.quantization, module)
+        info = self._linears.get(module)
+        if info is None:
+            self.weight_info(module)  # its absence is named with the directory
+            info = headers.describe(self._tensors, self.quantization, module)
+            self._linears[module] = info
+        return info
 
     def has_weight(self, module: str) -> bool:
         """Whether the module is in the checkpoint."""

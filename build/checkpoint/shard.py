@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,15 +107,30 @@ def map_tensor(name: str, info: TensorInfo) -> torch.Tensor:
                 file.fileno(), lead + info.nbytes, access=mmap.ACCESS_COPY, offset=start
             )
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{info.file}: tensor {name}: cannot map {info.nbytes} bytes at {info.offset} "
-            f"({getattr(error, 'strerror', None) or error}); was the file changed after it was "
-            "opened?"
-        ) from None
+        raise _changed(name, info, error) from None
     raw = torch.frombuffer(pages, dtype=torch.uint8, count=info.nbytes, offset=lead)
     if info.offset % info.dtype.itemsize:
         raw = raw.clone()  # kernels need aligned elements; the format does not promise them
     return raw.view(info.dtype).reshape(info.shape)
+
+
+def read_number(name: str, info: TensorInfo) -> float:
+    """The single number of a tensor; raises as ``map_tensor``."""
+    if info.dtype != torch.float32:
+        return float(map_tensor(name, info).item())
+    try:
+        raw = os.pread(_opened(info.file).fileno(), info.nbytes, info.offset)
+        return float(struct.unpack("<f", raw)[0])
+    except (OSError, struct.error) as error:
+        raise _changed(name, info, error) from None
+
+
+def _changed(name: str, info: TensorInfo, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{info.file}: tensor {name}: cannot map {info.nbytes} bytes at {info.offset} "
+        f"({getattr(error, 'strerror', None) or error}); was the file changed after it was "
+        "opened?"
+    )
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -4,26 +4,35 @@ A piece at a time, whatever a linear's size: its rows are read where they are ma
 checked and laid out in one pass, into memory that the file writes and uses again.
 """
 
+from collections.abc import Sequence
+
 from trtree.build.checkpoint import StoredLinear
 from trtree.build.lowering.division import TILE
+from trtree.build.lowering.weights import WeightReader
 from trtree.build.resumable import ResumableFile
 from trtree.plugins.dense_linear.cpu import ALIGNMENT, DenseRows, Rows
 from trtree.plugins.nvfp4_linear.cpu import CodedRows, RoundedRows
 
-_PIECE = 1 << 21  # bytes packed at a time
+_PIECE = 1 << 20  # bytes packed at a time
 
 
-def append_linear(file: ResumableFile, linear: StoredLinear) -> dict[str, int]:
-    """Returns where its packed weight lies.
+def append_linear(
+    file: ResumableFile, linear: StoredLinear, modules: Sequence[str], checkpoint: WeightReader
+) -> dict[str, int]:
+    """The checkpoint's linear of these modules; returns where its packed weight lies.
 
     Raises:
-        ValueError: a number of it is not one to be packed.
+        CheckpointError: a number is not one to be packed; names its tensor.
     """
-    return append_rows(file, _rows(linear))
+    try:
+        return append_rows(file, _rows(linear))
+    except ValueError:
+        checkpoint.linear(modules)  # reads it again, and finds what is at fault
+        raise
 
 
 def append_rows(file: ResumableFile, rows: Rows) -> dict[str, int]:
-    """As ``append_linear``."""
+    """Any rows; ValueError where a number is not one to be packed."""
     align(file)
     offset = file.tell()
     count = rows.shape[0]
