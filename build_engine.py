@@ -5,7 +5,7 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.hardware import Hardware
 from trtree.build.inspection import inspect
 from trtree.build.lowering.tensorrt.library import gpu_backend
-from trtree.build.network.network import NetworkError
+from trtree.build.network.network import NetworkError, Owner
 from trtree.build.options import BACKENDS, BuildOptions, OptionError, parse_sms, read_options
 from trtree.build.plan import engine_rows, memory_plan
 from trtree.build.tree_tables import choices_from_log_probs, choices_to_json, medusa_tables
@@ -35,6 +35,7 @@ from trtree.runtime.triton_repo.repository import IN_ENGINE, write_into_engine
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 ERRORS = (CheckpointError, NetworkError, OptionError, EngineDirError, RequestError)
+Add = Callable[..., Any]  # of an ArgumentParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,8 +49,11 @@ def _run(args: argparse.Namespace) -> int:
         return _inspect(args.inspect)
     options = _options(args)
     if args.plan:
-        Console().print(_plan_table(builder.plan(options), args.hardware))
+        plan = builder.plan(options, assume_drafter=args.assume_drafter)
+        Console().print(_plan_table(plan, args.hardware))
         return 0
+    if args.assume_drafter:
+        raise OptionError("assume_drafter: only a plan can do without the drafter; pass --plan")
     started = time.perf_counter()
     description = builder.describe(options)
     total = sum(description.weight_bytes(owner) for owner in description.owners()) * options.tp
@@ -70,7 +74,9 @@ def _options(args: argparse.Namespace) -> BuildOptions:
     """The configuration file's options, overridden by the flags given."""
     if args.sm is not None:
         args.sm = parse_sms(args.sm)
-    options = read_options(args.config, {"backend": gpu_backend() or "cpu"})
+    # Hardware files are of GPUs.
+    without_gpu = "tensorrt-rtx" if args.hardware else "cpu"
+    options = read_options(args.config, {"backend": gpu_backend() or without_gpu})
     flags = {
         name: getattr(args, name)
         for name in vars(args)
@@ -126,7 +132,7 @@ def _inspect(directory: Path) -> int:
         groups.add_column(title, overflow="fold")
     for row in found.groups:
         groups.add_row(*row)
-    console.print(facts, groups)
+    console.print(facts, *([groups] if found.groups else []))
     for problem in found.problems:
         print(f"problem: {problem}", file=sys.stderr)
     return EXIT_BAD_INPUT if found.problems else 0
@@ -137,32 +143,53 @@ def _plan_table(plan: builder.EngineDescription, hardware_file: Path | None) -> 
     hardware = Hardware.read(hardware_file) if hardware_file else None
     if hardware and options.on_tensorrt:
         hardware.check(options.sm, options.tp)
-    title = f"plan of {options.checkpoint}, per rank (of {options.tp})"
+    title = f"plan for {options.backend}, per rank (of {options.tp})"
     table = Table(title=title, box=SIMPLE_HEAVY, show_header=False)
-    for name, value in memory_plan(plan, hardware):
-        table.add_row(name, value)
+    for row in _pair(plan):
+        table.add_row(*row)
+    if not plan.drafter:
+        table.add_row("", "to plan for trees: --drafter DIR, or --assume-drafter")
+    for row in memory_plan(plan, hardware):
+        table.add_row(*row)
+    if not hardware:
+        table.add_row("fits", "--hardware configs/hardware/rtx_pro_6000.yaml says on which GPUs")
     return table
+
+
+def _pair(description: builder.EngineDescription) -> list[tuple[str, str]]:
+    """What the engine is of: the target and its drafter."""
+    options, drafter = description.options, description.drafter
+    layers = f"{description.target.num_hidden_layers} layers"
+    target = f"{_short(options.checkpoint)}, {layers}, {_kind(description, 'target')}"
+    if drafter is None:
+        return [("target", target), ("drafter", "none: plain decoding only")]
+    name = _short(options.drafter) if options.drafter else "assumed, of the usual shape"
+    taps = len(drafter.target_layer_ids)
+    shape = f"{drafter.transformer['num_hidden_layers']} layers, block size {drafter.block_size}"
+    stored = _kind(description, "drafter")
+    return [("target", target), ("drafter", f"{name}, {shape}, {taps} layers tapped, {stored}")]
+
+
+def _kind(description: builder.EngineDescription, owner: Owner) -> str:
+    """What its quantization is called."""
+    quantization = description.source.quantization(owner)
+    return quantization.algorithm if quantization else "not quantized"
 
 
 def _summary(description: builder.EngineDescription, path: Path, seconds: float) -> Table:
     options = description.options
     table = Table(title=f"engine {path}", box=SIMPLE_HEAVY, show_header=False)
-    target = description.target
-    table.add_row("target", f"{_short(options.checkpoint)}, {target.num_hidden_layers} layers")
+    for row in _pair(description):
+        table.add_row(*row)
     table.add_row("activations", description.activations)
     if description.drafter:
-        table.add_row(
-            "drafter", f"{_short(description.options.drafter)}, block size {description.block_size}"
-        )
         table.add_row(
             "tree",
             f"{options.tree}, budget {options.tree_budget}, verify width {options.verify_width} "
             f"(at most {1 + options.largest_budget}), top-k {description.top_k}",
         )
-    else:
-        table.add_row("drafter", "none: plain decoding only")
-    for name, value in memory_plan(description):
-        table.add_row(name, value)
+    for row in memory_plan(description):
+        table.add_row(*row)
     table.add_row("backend", options.backend)
     for row in engine_rows(EngineDir.open(path, verify=False).manifest):
         table.add_row(*row)
@@ -187,6 +214,16 @@ def _parser() -> argparse.ArgumentParser:
         "143 terminated.",
     )
     add = parser.add_argument
+    _add_inputs(add)
+    _add_target_machine(add)
+    _add_tree(add)
+    _add_numbers(add)
+    _add_sizes(add)
+    _add_other_actions(add)
+    return parser
+
+
+def _add_inputs(add: Add) -> None:
     add("--version", action="version", version=f"trtree {version('trtree')}")
     add(
         "--config",
@@ -209,6 +246,9 @@ def _parser() -> argparse.ArgumentParser:
         help="engine directory to write (default: engines/demo)",
     )
     add("--force", action="store_true", help="replace an engine that is already there")
+
+
+def _add_target_machine(add: Add) -> None:
     add(
         "--backend",
         choices=BACKENDS,
@@ -228,6 +268,9 @@ def _parser() -> argparse.ArgumentParser:
         "project's kernels over KV pages (plugin: backend tensorrt only, one SM; not yet run on a "
         "GPU; default: native)",
     )
+
+
+def _add_tree(add: Add) -> None:
     add(
         "--tree-budget",
         type=int,
@@ -257,6 +300,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="B",
         help="the drafter's block, bonus token included (default: the drafter's own)",
     )
+
+
+def _add_numbers(add: Add) -> None:
     add(
         "--activations",
         choices=("nvfp4", "bf16", "float32"),
@@ -276,6 +322,9 @@ def _parser() -> argparse.ArgumentParser:
         "nearest; embeddings, head and routers stay as they are",
     )
     add("--quantize-drafter", choices=("nvfp4",), help="likewise, the drafter")
+
+
+def _add_sizes(add: Add) -> None:
     add("--page-size", type=int, metavar="P", help="tokens per KV page (default: 16)")
     add(
         "--kv-tokens",
@@ -316,6 +365,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens decoded per calibration prompt (default: 64)",
     )
+
+
+def _add_other_actions(add: Add) -> None:
     add(
         "--inspect",
         type=Path,
@@ -328,12 +380,18 @@ def _parser() -> argparse.ArgumentParser:
         help="print memory and tree sizes from configuration files alone; build nothing",
     )
     add(
+        "--assume-drafter",
+        action="store_true",
+        help="with --plan: a drafter of the usual shape (5 layers, block size 16), for targets "
+        "that none is published for",
+    )
+    add(
         "--hardware",
         type=Path,
         metavar="FILE",
-        help="with --plan: a machine to check against, such as configs/hardware/rtx_pro_6000.yaml",
+        help="with --plan: a machine of GPUs to check against, such as "
+        "configs/hardware/rtx_pro_6000.yaml (then the default backend is tensorrt-rtx)",
     )
-    return parser
 
 
 if __name__ == "__main__":

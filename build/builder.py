@@ -16,7 +16,7 @@ from trtree.build.checkpoint import (
     Checkpoint,
     CheckpointError,
     dflash_config,
-    expert_scales,
+    headers,
     speculators,
 )
 from trtree.build.checkpoint.dflash_config import DrafterConfig
@@ -33,7 +33,7 @@ from trtree.build.lowering import LOWERINGS
 from trtree.build.lowering.division import Division, Shard
 from trtree.build.lowering.shard import RankNetworks, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
-from trtree.build.lowering.tensorrt.paged import PagedSizes
+from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
 from trtree.build.lowering.weights import WeightPlan, plan_weights
 from trtree.build.models import dflash
 from trtree.build.models.qwen3 import Qwen3Config
@@ -149,11 +149,17 @@ def describe(options: BuildOptions) -> EngineDescription:
     """
     source = CheckpointSource.open(options)
     drafter = None
-    expert_scales.check(source.target)
     if source.drafter:
         drafter = dflash_config.read_drafter(source.drafter)
         speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
+    if layer := headers.scaled_for_one_expert(source.target.names()):
+        log.warning(
+            "%s: the vector of its shared expert is in the norm before, which the router and the "
+            "other experts read as well, and those were exported as if it were not: so ModelOpt "
+            "0.47 writes NVFP4_AWQ; expect answers to suffer, and prefer NVFP4 or NVFP4_SVD",
+            layer,
+        )
     for owner in description.owners():
         check_coverage(description, owner, source.checkpoint(owner))
         _check_biases(description, owner)
@@ -163,15 +169,23 @@ def describe(options: BuildOptions) -> EngineDescription:
     return description
 
 
-def plan(options: BuildOptions) -> EngineDescription:
+def plan(options: BuildOptions, *, assume_drafter: bool = False) -> EngineDescription:
     """Describe the engine from configuration files alone; weights need not be there.
+
+    assume_drafter: with a drafter of the usual shape (``dflash_config.usual_shape``), for
+    targets that none is published for.
 
     Raises: as ``describe``.
     """
     source = ConfigSource.open(options)
     drafter = None
-    if options.drafter:
-        file = options.drafter / "config.json"
+    file = (options.drafter or Path("the assumed drafter")) / "config.json"
+    if assume_drafter:
+        if options.drafter:
+            raise OptionError(f"assume_drafter: the drafter is {options.drafter}; leave one out")
+        shape = dflash_config.usual_shape(source.config("target"))
+        source = source.with_drafter(shape, quantized=options.quantize_drafter is not None)
+    if options.drafter or assume_drafter:
         drafter = dflash_config.parse(source.config("drafter"), file)
     return describe_source(options, source, drafter)
 
@@ -223,10 +237,25 @@ def describe_source(
         top_k=top_k,
         max_seq_len=_max_seq_len(options, target.max_position_embeddings),
     )
+    _check_activations(description)
     if not options.on_tensorrt:
         for rank in range(options.tp):
             description.rank(rank)  # refuses what does not divide
     return description
+
+
+def _check_activations(description: EngineDescription) -> None:
+    """What is asked for must round something: dense weights take their inputs as they are."""
+    asked = description.options.activations
+    if asked is None or description.activations != "none":
+        return
+    what = f"activations {asked}: no linear of {description.options.checkpoint} is NVFP4"
+    if asked == "nvfp4":
+        raise OptionError(
+            f"{what}, so no input can be rounded; leave the option out, or use a checkpoint that "
+            "is NVFP4"
+        )
+    log.warning("%s: the option has no effect", what)
 
 
 def write(

@@ -1,7 +1,8 @@
 """``python -m trtree.build.deployments``: which models fit on which machines, as Markdown.
 
-From configuration files alone: every model of a folder (with its drafter, where NAME_dflash
-lies beside NAME_nvfp4) under the build options of each deployment.
+From configuration files alone: every model of a folder under the build options of each
+deployment, with its drafter, where NAME_dflash lies beside NAME_nvfp4, or with one of the usual
+shape ("assumed").
 """
 
 import argparse
@@ -13,8 +14,8 @@ from trtree.build import builder
 from trtree.build.checkpoint import CheckpointError
 from trtree.build.hardware import Hardware
 from trtree.build.network.network import NetworkError
-from trtree.build.options import OptionError, read_options
-from trtree.build.plan import kv_tokens_that_fit
+from trtree.build.options import BuildOptions, OptionError, read_options
+from trtree.build.plan import kv_tokens_that_fit, least_tp, requests_that_fit
 from trtree.build.text_files import size_text
 from trtree.runtime.cli import run_command
 
@@ -23,39 +24,44 @@ _TARGET, _DRAFTER = "_nvfp4", "_dflash"
 
 
 def table(models: Path, deployments: Sequence[Path], hardware: Hardware) -> Iterator[str]:
-    """Lines of a Markdown table: a row per model, and per deployment the weights of a GPU and
-    the tokens of KV, of all requests together, that it has room for beside them; "refused"
-    where such an engine cannot be built.
+    """Lines of a Markdown table: a row per model, and per deployment the weights of a GPU, the
+    tokens of KV, of all its requests together, that it has room for beside them, and how many
+    requests of the longest kind fit at once; "refused" where such an engine cannot be built.
 
     Raises:
         CheckpointError, OptionError: a file is missing or invalid.
     """
     names = sorted(path.name.removesuffix(_TARGET) for path in models.glob(f"*{_TARGET}"))
-    titles = [f"{file.stem}: weights | tokens of KV" for file in deployments]
+    options = {file.stem: read_options(file) for file in deployments}
+    titles = [
+        f"{name}: weights | KV tokens | requests of {option.max_seq_len}"
+        for name, option in options.items()
+    ]
     yield f"| model | {' | '.join(titles)} |"
-    yield "|---|" + "---|---|" * len(deployments)
+    yield "|---|" + "---|---|---|" * len(titles)
     for name in names:
-        cells = [_cells(models, name, file, hardware) for file in deployments]
-        drafter = " + DFlash" if (models / f"{name}{_DRAFTER}").exists() else ""
-        yield f"| {name}{drafter} | {' | '.join(cells)} |"
-
-
-def _cells(models: Path, name: str, deployment: Path, hardware: Hardware) -> str:
-    drafter = models / f"{name}{_DRAFTER}"
-    options = read_options(deployment).with_changes(
-        {
+        drafter = models / f"{name}{_DRAFTER}"
+        pair: dict[str, Path | None] = {
             "checkpoint": models / f"{name}{_TARGET}",
             "drafter": drafter if drafter.exists() else None,
         }
-    )
+        with_drafter = " + DFlash" if drafter.exists() else " + assumed"
+        cells = [_cells(option.with_changes(pair), hardware) for option in options.values()]
+        yield f"| {name}{with_drafter} | {' | '.join(cells)} |"
+
+
+def _cells(options: BuildOptions, hardware: Hardware) -> str:
     hardware.check(options.sm, options.tp)
     try:
-        description = builder.plan(options)
+        description = builder.plan(options, assume_drafter=options.drafter is None)
     except (NetworkError, OptionError):  # --plan says why
-        return "refused | "
+        return "refused | | "
     weights = size_text(sum(map(description.weight_bytes, description.owners())))
     tokens = kv_tokens_that_fit(description, hardware)
-    return f"{weights} | {f'{tokens // 1000:,}k' if tokens else 'does not fit'}"
+    if not tokens:
+        least = least_tp(description, hardware)
+        return f"{weights} | does not fit{f': --tp {least}' if least else ''} | "
+    return f"{weights} | {tokens // 1000:,}k | {requests_that_fit(description, hardware):,}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

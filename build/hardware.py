@@ -10,7 +10,7 @@ from trtree.build.options import OptionError
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine of equal GPUs. memory_gb: of one GPU, in 10^9 bytes."""
+    """A machine of equal GPUs. memory_gb: what an engine may take of one, in 10^9 bytes."""
 
     name: str
     sm: int

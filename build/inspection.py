@@ -11,8 +11,8 @@ from trtree.build import builder
 from trtree.build.checkpoint import (
     Checkpoint,
     CheckpointError,
+    NoWeightsError,
     dflash_config,
-    expert_scales,
     headers,
     text_part,
 )
@@ -30,6 +30,7 @@ from trtree.build.text_files import size_text
 
 _RANKS = (1, 2, 4, 8)
 _LAYER_OR_EXPERT = re.compile(r"(?<=\.)\d+(?=\.)")
+_UNSUPPORTED = f"cannot be built; supported: {', '.join(sorted(FAMILIES))}"
 
 Row = tuple[str, ...]
 
@@ -45,19 +46,25 @@ class Inspection:
 
 
 def inspect(directory: Path) -> Inspection:
-    """Describe the checkpoint in ``directory``; reads no tensor's bytes.
+    """Describe the checkpoint in ``directory``; of tensors' bytes it reads those of vectors that
+    scale inputs, and of low-rank factors.
 
     Raises:
-        CheckpointError: it cannot be read at all: no config.json, no weights, a damaged file.
+        CheckpointError: it cannot be read at all: no config.json, a damaged file.
     """
     config = read_json(directory / "config.json")
     found = Inspection()
-    tensors = read_headers(directory)
+    try:
+        tensors = read_headers(directory)
+    except NoWeightsError as error:
+        _configuration(directory, config, found)
+        found.problems.append(f"{error}; --plan works from configuration files alone")
+        return found
     quantization = None
     try:
         text = text_part.text_config(config, str(directory / "config.json"))
         quantization = text_part.quantization(read_quantization(directory, config))
-        tensors = split(text_part.tensors(tensors), text)
+        tensors = split(headers.renamed(text_part.tensors(tensors)), text)
         config = text
         ignored = matcher(left_out(config))
         used = {name: info for name, info in tensors.items() if not ignored.fullmatch(name)}
@@ -77,33 +84,59 @@ def inspect(directory: Path) -> Inspection:
     return found
 
 
+def _configuration(directory: Path, config: dict[str, Any], found: Inspection) -> None:
+    """What configuration files say without weights."""
+    name = str((config.get("architectures") or ["none named"])[0])
+    try:
+        if name in FAMILIES:
+            builder.plan(BuildOptions(checkpoint=directory))
+            found.facts.append(("family", f"{name}: can be built"))
+        elif _is_drafter(name, config):
+            drafter = dflash_config.parse(config, directory / "config.json")
+            found.facts += _drafter(name, drafter)
+        else:
+            found.facts.append(("family", f"{name}: {_UNSUPPORTED}"))
+        found.facts += _layers(config)
+        quantization = text_part.quantization(read_quantization(directory, config))
+        found.facts += _quantization(Checkpoint(directory, config, quantization, {}))
+    except (CheckpointError, NetworkError, OptionError) as error:
+        found.problems.append(str(error))
+
+
+def _is_drafter(name: str, config: Mapping[str, Any]) -> bool:
+    return "DFlash" in name or "dflash" in str(config.get("speculators_model_type"))
+
+
+def _drafter(name: str, drafter: dflash_config.DrafterConfig) -> Iterator[Row]:
+    yield "family", f"{name}: a DFlash drafter, block size {drafter.block_size}"
+    taps = ", ".join(map(str, drafter.target_layer_ids))
+    yield "target layers", f"{taps} (from 0; the file counts {drafter.layer_ids_read_as})"
+
+
 def _family(checkpoint: Checkpoint, problems: list[str]) -> Iterator[Row]:
     """The architecture, and whether it can be built."""
-    names = checkpoint.config.get("architectures") or ["none named"]
-    name = str(names[0])
+    names = checkpoint.config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "none named"
     if name in FAMILIES:
         yield "family", f"{name}: can be built"
         try:
             options = BuildOptions(checkpoint=checkpoint.directory)
             description = builder.describe_source(options, CheckpointSource(checkpoint), None)
             builder.check_coverage(description, "target", checkpoint)
-            expert_scales.check(checkpoint)
             yield "coverage", f"all {len(checkpoint.names())} tensors are used"
         except (CheckpointError, NetworkError, OptionError) as error:
             problems.append(str(error))
         return
-    if "DFlash" in name or "dflash" in str(checkpoint.config.get("speculators_model_type")):
+    if _is_drafter(name, checkpoint.config):
         try:
             drafter = dflash_config.read_drafter(checkpoint)
         except CheckpointError as error:
             problems.append(str(error))
             yield "family", f"{name}: a drafter"
             return
-        yield "family", f"{name}: a DFlash drafter, block size {drafter.block_size}"
-        taps = ", ".join(map(str, drafter.target_layer_ids))
-        yield "target layers", f"{taps} (from 0; the file counts {drafter.layer_ids_read_as})"
+        yield from _drafter(name, drafter)
         return
-    yield "family", f"{name}: cannot be built; supported: {', '.join(sorted(FAMILIES))}"
+    yield "family", f"{name}: {_UNSUPPORTED}"
 
 
 def _layers(config: Mapping[str, Any]) -> Iterator[Row]:
@@ -161,7 +194,7 @@ def _sizes(checkpoint: Checkpoint) -> Iterator[Row]:
         largest = max(infos, key=lambda name: infos[name].nbytes)
         yield "largest tensor", f"{largest}, {size_text(infos[largest].nbytes)}"
     shares = ", ".join(f"{size_text(total // ranks)} on {ranks}" for ranks in _RANKS)
-    yield "weights per GPU (estimate)", shares
+    yield "weights per GPU, at least", shares  # some are whole on every rank
 
 
 def _groups(checkpoint: Checkpoint) -> list[Row]:

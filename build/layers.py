@@ -13,6 +13,17 @@ from trtree.build.models.glm_moe_dsa import own_indexers
 from trtree.build.network.network import NetworkError
 
 LINEAR = "linear_attention"
+_STATE_SIZES = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_conv_kernel_dim"),
+)
+# Fields that count something; of another type they say nothing.
+_COUNTS = frozenset(
+    {"num_experts", "n_routed_experts", "first_k_dense_replace", "decoder_sparse_step"}
+    | {"kv_lora_rank", "qk_rope_head_dim", "num_attention_heads", "num_key_value_heads"}
+    | {"head_dim", "hidden_size", "index_topk", "index_head_dim", "full_attention_interval"}
+    | set(_STATE_SIZES)
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,8 @@ class Layers:
     def of(cls, config: Mapping[str, Any]) -> "Layers | None":
         """None if config.json does not say how many layers there are, or no number that can be."""
         nested = config.get("transformer_layer_config") or config.get("text_config") or config
-        text = nested if isinstance(nested, dict) else config
+        said = nested if isinstance(nested, dict) else config
+        text = {key: value for key, value in said.items() if key not in _COUNTS or _counts(value)}
         count = text.get("num_hidden_layers")
         if type(count) is not int or count > MAX_LAYERS:
             return None
@@ -47,6 +59,10 @@ class Layers:
             indexing=indexing,
             states=_states(text, counted[LINEAR]) if counted[LINEAR] else [],
         )
+
+
+def _counts(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
@@ -73,7 +89,8 @@ def _mlps(text: Mapping[str, Any], count: int) -> list[str]:
     if isinstance(listed, list) and len(listed) == count:
         return [sparse if kind == "sparse" else "dense" for kind in listed]
     first, step = text.get("first_k_dense_replace") or 0, text.get("decoder_sparse_step") or 1
-    dense = text.get("mlp_only_layers") or []
+    listed = text.get("mlp_only_layers")
+    dense = listed if isinstance(listed, list) else []
     return [
         sparse if i >= first and i not in dense and (i + 1) % step == 0 else "dense"
         for i in range(count)
@@ -86,7 +103,7 @@ def _kv_elements(text: Mapping[str, Any]) -> int:
     if latent:
         return int(latent + text.get("qk_rope_head_dim", 0))
     heads = text.get("num_attention_heads")
-    if type(heads) is not int:
+    if heads is None:
         return 0
     head_dim = text.get("head_dim") or text.get("hidden_size", 0) // heads
     return int(2 * (text.get("num_key_value_heads") or heads) * head_dim)
@@ -103,10 +120,11 @@ def _indexing(text: Mapping[str, Any], count: int) -> int:
 
 def _states(text: Mapping[str, Any], layers: int) -> list[tuple[str, tuple[int, ...], int]]:
     """Gated DeltaNet: a matrix per value head, and the window of the causal convolution."""
-    keys, values = text["linear_num_key_heads"], text["linear_num_value_heads"]
-    key_dim, value_dim = text["linear_key_head_dim"], text["linear_value_head_dim"]
+    if not all(key in text for key in _STATE_SIZES):
+        return []
+    keys, values, key_dim, value_dim, kernel = (text[key] for key in _STATE_SIZES)
     channels = 2 * keys * key_dim + values * value_dim
     return [
         ("recurrent state", (values, key_dim, value_dim), layers),
-        ("convolution window", (channels, text["linear_conv_kernel_dim"] - 1), layers),
+        ("convolution window", (channels, kernel - 1), layers),
     ]

@@ -1,17 +1,21 @@
-"""Memory of an engine per rank, and the sizes of its trees."""
+"""Memory of an engine per rank, the sizes of its trees, and whether it fits a machine."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trtree.build.builder import EngineDescription
 from trtree.build.hardware import Hardware
 from trtree.build.lowering.division import Division, Shard
-from trtree.build.lowering.tensorrt.backend import encoding, most_padded_rows
+from trtree.build.lowering.tensorrt import backend as tensorrt
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
-from trtree.build.network.network import Network
+from trtree.build.network.network import Network, NetworkError
+from trtree.build.options import OptionError
 from trtree.build.text_files import size_text
 
 _KV = "KV"
+# As many requests at once as are looked for.
+_MOST_REQUESTS = 1 << 12
 
 
 def kv_bytes_per_token(description: EngineDescription) -> int:
@@ -46,8 +50,11 @@ def memory_plan(
     """Rows of a table for one rank: what, and how much of it."""
     options = description.options
     sizes = _sizes(description)
+    rows = []
+    for name, size in sizes:
+        rows.append((name, size_text(size)))
+        rows += _of_it(description, name)
     total = sum(size for _, size in sizes)
-    rows = [(name, size_text(size)) for name, size in sizes]
     rows.append(("total", size_text(total)))
     if hardware:
         rows.append((f"memory of {hardware.name}", size_text(hardware.memory_bytes)))
@@ -55,22 +62,94 @@ def memory_plan(
         rows.append(
             ("left", size_text(left) if left >= 0 else f"none: {size_text(-left)} too much")
         )
-        rows.append(("tokens of KV that fit", f"{kv_tokens_that_fit(description, hardware)}"))
+        rows += _verdict(description, hardware, total)
     rows.append(("type of KV", description.kv_cache_summary))
     rows.append(("a token's KV", size_text(kv_bytes_per_token(description))))
     rows += _token_rows(description)
     rows += _expert_reads(description)
-    rows.append(("longest request", f"{description.max_seq_len} tokens"))
+    rows.append(("longest request", f"{description.max_seq_len:,} tokens"))
     if description.drafter:
         rows.append(("tree budget", f"{options.tree_budget} nodes"))
         rows.append(("verify width", f"{options.verify_width} rows"))
         rows.append(
             ("block size", f"{description.block_size} (depth {description.block_size - 1})")
         )
-        mask_words = -(-options.verify_width // 32)
-        mask = options.verify_width * mask_words
-        rows.append(("packed mask", f"{mask} words per request and step"))
     return rows
+
+
+def _verdict(
+    description: EngineDescription, hardware: Hardware, total: int
+) -> list[tuple[str, str]]:
+    """Whether it fits, with how much KV, and on how few GPUs it would."""
+    options = description.options
+    tokens = kv_tokens_that_fit(description, hardware)
+    requests = requests_that_fit(description, hardware)
+    most = f"{requests:,} requests of {description.max_seq_len:,} tokens at once"
+    flags = f"--max-batch-size {requests}"
+    if options.max_seq_len is None and not options.paged_kv:  # else it would follow the batch
+        flags += f" --max-seq-len {description.max_seq_len}"
+    if total <= hardware.memory_bytes:
+        fits = (
+            f"yes: with {tokens:,} tokens of KV for {options.max_batch_size} requests together, or "
+            f"with {most} ({flags})"
+        )
+    elif options.paged_kv and tokens:
+        fits = f"no; with --kv-tokens {tokens} it would"
+    elif requests:
+        fits = f"no; {most} would: {flags}"
+    else:
+        fits = f"no, not even one request of {description.max_seq_len:,} tokens"
+    least = least_tp(description, hardware)
+    return [
+        ("fits", fits),
+        ("least --tp that fits", f"{least}" if least else f"none up to {hardware.gpus}"),
+    ]
+
+
+def requests_that_fit(description: EngineDescription, hardware: Hardware) -> int:
+    """How many requests of ``max_seq_len`` tokens a GPU has room for at once, with the
+    activations and states of so many; 0 if for none, 4096 if for more than that."""
+    weights = sum(size for _, size in _weights(description))
+
+    def fits(requests: int) -> bool:
+        states = _beside_weights(_of_requests(description, requests))
+        return weights + sum(size for _, size in states) <= hardware.memory_bytes
+
+    low, high = 0, 1
+    while high <= _MOST_REQUESTS and fits(high):
+        low, high = high, 2 * high
+    while low < _MOST_REQUESTS and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def least_tp(description: EngineDescription, hardware: Hardware) -> int | None:
+    """The fewest ranks, of powers of two, on whose GPUs this build fits; None if too few."""
+    tp = 1
+    while tp <= hardware.gpus:
+        try:
+            options = description.options.with_changes({"tp": tp})
+            divided = replace(description, options=options)
+            if options.on_tensorrt:
+                tensorrt.check(options, description.networks)
+            if sum(size for _, size in _sizes(divided)) <= hardware.memory_bytes:
+                return tp
+        except (NetworkError, OptionError):  # does not divide
+            pass
+        tp *= 2
+    return None
+
+
+def _of_requests(description: EngineDescription, requests: int) -> EngineDescription:
+    """The same engine for so many requests of ``max_seq_len`` tokens at once."""
+    changes = {"max_batch_size": requests}
+    options = description.options
+    if options.paged_kv:
+        width = 1 + options.largest_budget if description.drafter else 1
+        tokens = description.max_seq_len + max(width, description.block_size)
+        changes["kv_tokens"] = requests * -(-tokens // options.page_size) * options.page_size
+    return replace(description, options=options.with_changes(changes))
 
 
 def kv_tokens_that_fit(description: EngineDescription, hardware: Hardware) -> int:
@@ -86,14 +165,34 @@ def kv_tokens_that_fit(description: EngineDescription, hardware: Hardware) -> in
 
 def _sizes(description: EngineDescription) -> list[tuple[str, int]]:
     """What takes memory on one rank, in bytes."""
-    sizes = [
-        (f"{owner} weights", description.weight_bytes(owner)) for owner in description.owners()
-    ]
+    return [*_weights(description), *_beside_weights(description)]
+
+
+def _weights(description: EngineDescription) -> list[tuple[str, int]]:
+    return [(f"{owner} weights", description.weight_bytes(owner)) for owner in description.owners()]
+
+
+def _beside_weights(description: EngineDescription) -> list[tuple[str, int]]:
     if description.options.on_tensorrt:
-        sizes += _tensorrt_memory(description)
+        sizes = _tensorrt_memory(description)
     else:
-        sizes.append(_paged_kv(description))
+        sizes = [_paged_kv(description)]
     return sizes + _branch_state(description)
+
+
+def _of_it(description: EngineDescription, name: str) -> list[tuple[str, str]]:
+    """What of a size would surprise: a drafter's part."""
+    options, networks = description.options, description.networks
+    if not options.on_tensorrt or not description.drafter:
+        return []
+    if name == "drafter weights":
+        borrowed = tensorrt.borrowed_bytes(options, networks)
+        return [("  of it copied from the target", size_text(borrowed))]
+    if name.startswith(_KV):
+        drafter = networks["drafter_block"]
+        context = kv_bytes(drafter, description.engine_sizes, tensorrt.encoding(options, 0))
+        return [("  of it for the drafter", size_text(context))]
+    return []
 
 
 def engine_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -143,7 +242,9 @@ def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
     per_row = step_state_bytes_per_row(target) // options.tp
     requests, rows = options.max_batch_size, options.max_num_rows
     if options.on_tensorrt:
-        rows = most_padded_rows(description.engine_sizes.profiles(target, Shard(0, options.tp)))
+        rows = tensorrt.most_padded_rows(
+            description.engine_sizes.profiles(target, Shard(0, options.tp))
+        )
     table = [(f"recurrent state, {requests} x {size_text(per_request)}", requests * per_request)]
     if snapshots := description.num_snapshots:
         name = f"snapshots of it, {snapshots} x {size_text(per_request)}"
@@ -153,7 +254,7 @@ def _branch_state(description: EngineDescription) -> list[tuple[str, int]]:
 
 def _tensorrt_memory(description: EngineDescription) -> list[tuple[str, int]]:
     """Networks run one after another and share their workspace."""
-    sizes, how = description.engine_sizes, encoding(description.options, 0)
+    sizes, how = description.engine_sizes, tensorrt.encoding(description.options, 0)
     networks = description.networks
     per_owner = [networks[name] for name in ("target", "drafter_block") if name in networks]
     kv = sum(kv_bytes(network, sizes, how) for network in per_owner)

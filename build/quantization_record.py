@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from trtree.build.checkpoint import Checkpoint
+from trtree.build.checkpoint.headers import is_factor
 from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
-from trtree.build.checkpoint.scheme import ALGORITHMS
+from trtree.build.checkpoint.scheme import ALGORITHMS, W4A8
 from trtree.build.network.network import Owner, Weight
 from trtree.build.source import BuildSource, SourceWithWeights
 
@@ -53,6 +54,8 @@ def warn_of_differences(record: dict[str, Any] | None, owner: str) -> None:
             count,
             name,
         )
+    if count := record.get("linears", {}).get(W4A8):
+        log.warning("%s: the inputs of %d %s linears are not rounded to FP8", owner, count, W4A8)
     if owner == "drafter" and record["kv_cache"] is not None:
         log.warning(
             "%s: its KV cache was calibrated for %s, and is kept in the engine's own type",
@@ -67,6 +70,7 @@ def _linears(checkpoint: Checkpoint, owner: Owner, weights: Iterable[Weight]) ->
         for weight in weights
         if weight.owner == owner and len(weight.shape) > 1
         for module in weight.modules
+        if not is_factor(module)
     }
     infos = [checkpoint.linear_info(module) for module in modules]
     kinds = (info.algorithm or str(info.dtype).removeprefix("torch.") for info in infos)

@@ -9,6 +9,7 @@ twice.
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import shutil
 from collections import deque
@@ -19,20 +20,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-_PIECE = 1 << 22
-_QUEUED = 1 << 27  # bytes that may wait to be written; one larger buffer waits alone
+import numpy as np
+import numpy.typing as npt
+
+from trtree.build.write_out import WriteOut
+
+_PIECE = 1 << 22  # written and hashed at a time: while a core's caches hold it
+_PIECES = 4  # in memory
+_MAPPED = 1 << 26  # read at a time
 _JOURNAL = ".journal"
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class ResumableFile:
     """Context manager over one file to be written in order.
 
-    done: the records already in the file, by key, with their data. ``tell`` and ``write``
-    are those of a binary file, but a thread of the file's own writes and hashes what
-    ``write`` was given, so that is not to change any more, and an error of the disk's is
-    raised by a later call. ``commit`` ends a record. Without an exception, leaving the
-    block sets ``sha256``. The journal stays, for the files beside this one may take long;
-    ``remove_journals`` ends them all.
+    done: the records already in the file, by key, with their data. ``write`` copies what it is
+    given; ``room`` is memory to be filled instead. A thread of the file's own writes and hashes
+    it, and an error of the disk's is raised by a later call. ``commit`` ends a record. Without
+    an exception, leaving the block sets ``sha256``. The journal stays, for the files beside
+    this one may take long; ``remove_journals`` ends them all.
     """
 
     sha256 = ""
@@ -49,10 +57,15 @@ class ResumableFile:
         self._journal = self._journal_path.open("w", encoding="utf-8")
         self._journal.writelines(f"{line}\n" for line in lines)
         self._journal.flush()
-        self._end = end
+        self._end = self._on_disk = end  # of what was given, and of what was written
+        self._write_out = WriteOut(self._file.fileno(), end)
         self._writer = ThreadPoolExecutor(1, "writer")
-        self._waiting: deque[tuple[Future[None], int]] = deque()
-        self._waiting_bytes = 0
+        # What it was told, and the memory that is free again after it.
+        self._waiting: deque[tuple[Future[None], Bytes | None]] = deque()
+        self._free: list[Bytes] = []
+        self._pieces = 0
+        self._piece: Bytes = np.empty(0, np.uint8)  # being filled
+        self._told, self._filled = 0, 0  # of it
 
     @property
     def name(self) -> str:
@@ -65,13 +78,27 @@ class ResumableFile:
     def write(self, data: Any) -> None:
         """Append bytes, or anything with a contiguous buffer."""
         view = memoryview(data).cast("B")
-        self._end += len(view)
-        self._later(len(view), lambda: self._write(view))
+        while view:
+            count = min(len(view), len(self._piece) - self._filled or _PIECE)
+            self.room(count)[:] = view[:count]
+            view = view[count:]
+
+    def room(self, count: int) -> Bytes:
+        """Append ``count`` bytes: uint8 [count] to be filled before the next call."""
+        if self._filled + count > len(self._piece):
+            self._tell(self._piece)
+            self._piece = self._next_piece(count)
+            self._told = self._filled = 0
+        start = self._filled
+        self._filled += count
+        self._end += count
+        return self._piece[start : self._filled]
 
     def commit(self, key: str, data: Any) -> None:
         """All that was written since the last commit is record ``key``, described by ``data``."""
+        self._tell()
         end = self._end
-        self._later(0, lambda: self._commit(key, end, data))
+        self._later(lambda: self._commit(key, end, data))
 
     def __enter__(self) -> "ResumableFile":
         return self
@@ -83,6 +110,8 @@ class ResumableFile:
         tb: TracebackType | None,
     ) -> None:
         try:
+            if kind is None:
+                self._tell()
             self._writer.shutdown()
             while kind is None and self._waiting:
                 self._waiting.popleft()[0].result()
@@ -92,22 +121,39 @@ class ResumableFile:
         if kind is None:
             self.sha256 = self._digest.hexdigest()
 
-    def _later(self, size: int, act: Callable[[], None]) -> None:
-        """Have the writer do it, once there is room in the queue."""
-        while self._waiting and (
-            self._waiting[0][0].done() or self._waiting_bytes + size > _QUEUED
-        ):
-            future, written = self._waiting.popleft()
-            self._waiting_bytes -= written
-            future.result()
-        self._waiting.append((self._writer.submit(act), size))
-        self._waiting_bytes += size
+    def _tell(self, over: Bytes | None = None) -> None:
+        """Have the writer write what was filled; ``over``: nothing else will be in this piece."""
+        data, self._told = self._piece[self._told : self._filled], self._filled
+        if len(data) or over is not None:
+            self._later(lambda: self._write(data), over)
 
-    def _write(self, view: memoryview) -> None:
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            self._file.write(piece)
-            self._digest.update(piece)
+    def _later(self, act: Callable[[], None], over: Bytes | None = None) -> None:
+        while self._waiting and self._waiting[0][0].done():
+            self._take_back()
+        self._waiting.append((self._writer.submit(act), over))
+
+    def _next_piece(self, count: int) -> Bytes:
+        """Memory for ``count`` bytes, once the writer is done with some."""
+        if count > _PIECE:
+            return np.empty(count, np.uint8)  # one large tile; not kept
+        if self._pieces < _PIECES and not self._free:
+            self._pieces += 1
+            return np.empty(_PIECE, np.uint8)
+        while not self._free:
+            self._take_back()
+        return self._free.pop()
+
+    def _take_back(self) -> None:
+        future, piece = self._waiting.popleft()
+        future.result()
+        if piece is not None and len(piece) == _PIECE:
+            self._free.append(piece)
+
+    def _write(self, data: Bytes) -> None:
+        self._digest.update(data.data)
+        self._file.write(data.data)
+        self._on_disk += len(data)
+        self._write_out.written(self._on_disk)
 
     def _commit(self, key: str, end: int, data: Any) -> None:
         self._file.flush()
@@ -122,7 +168,7 @@ class ResumableFile:
             for line in self._journal_path.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
                 digest = self._digest.copy()
-                if not _hash(file, int(record["end"]) - end, digest):
+                if not _hash(file, end, int(record["end"]) - end, digest):
                     break
                 if digest.hexdigest() != record["sha256"]:
                     break
@@ -132,15 +178,18 @@ class ResumableFile:
         return end, kept
 
 
-def _hash(file: BinaryIO, count: int, digest: Any) -> bool:
-    """Add the next ``count`` bytes; whether there were so many."""
-    while count > 0:
-        piece = file.read(min(count, _PIECE))
-        if not piece:
-            return False
-        digest.update(piece)
-        count -= len(piece)
-    return count == 0
+def _hash(file: BinaryIO, start: int, count: int, digest: Any) -> bool:
+    """Add ``count`` bytes from ``start`` on; whether there were so many."""
+    if start + count > os.fstat(file.fileno()).st_size:
+        return False
+    end = start + count
+    while start < end:
+        at = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        part = min(end - at, _MAPPED)
+        with mmap.mmap(file.fileno(), part, access=mmap.ACCESS_READ, offset=at) as pages:
+            digest.update(memoryview(pages)[start - at :])
+        start = at + part
+    return True
 
 
 def remove_journals(directory: Path) -> None:

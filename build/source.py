@@ -1,7 +1,7 @@
 """What a build's checkpoints hold, as the weight source of its networks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,9 +19,10 @@ from trtree.build.checkpoint.quantized import CONFIG as BY_BUILDER
 from trtree.build.checkpoint.quantized import check_plain
 from trtree.build.checkpoint.scheme import ALGORITHMS
 from trtree.build.lowering.weights import WeightReader
-from trtree.build.network.graph import WeightInfo, WeightSource
+from trtree.build.network.graph import LowRank, WeightInfo, WeightSource
 from trtree.build.network.network import Activations, Owner, tensor_name
 from trtree.build.options import BuildOptions
+from trtree.plugins.nvfp4_linear.format import BLOCK
 
 
 class BuildSource(WeightSource, Protocol):
@@ -81,7 +82,7 @@ class CheckpointSource:
         return self.checkpoint(owner).quantization
 
     def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
-        """From headers only.
+        """From headers, and from what modules may share: what scales inputs, a first factor.
 
         Raises:
             CheckpointError: the module has no weight, or an inconsistent one.
@@ -101,9 +102,15 @@ class CheckpointSource:
         shape = (linear.out_features, linear.in_features)
         if linear.kind == "dense" or checkpoint.quantization is None:
             return WeightInfo("dense", shape, _name(linear.dtype), linear.has_bias)
-        activations = _activations(self.activations, checkpoint.quantization, module)
-        scaled = linear.has_pre_quant_scale
-        return WeightInfo("nvfp4", shape, "nvfp4", linear.has_bias, activations, scaled)
+        return WeightInfo(
+            "nvfp4",
+            shape,
+            "nvfp4",
+            linear.has_bias,
+            _activations(self.activations, checkpoint.quantization, module),
+            checkpoint.input_digest(module) if linear.has_pre_quant_scale else None,
+            LowRank(linear.rank, checkpoint.factor_digest(module)) if linear.rank else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,14 @@ class ConfigSource:
                 quantizations[owner] = BY_BUILDER
         return cls(configs, quantizations, options.activations)
 
+    def with_drafter(self, config: Mapping[str, Any], *, quantized: bool) -> "ConfigSource":
+        """With a drafter that has no directory, only a configuration."""
+        return replace(
+            self,
+            configs={**self.configs, "drafter": config},
+            quantizations={**self.quantizations, "drafter": BY_BUILDER if quantized else None},
+        )
+
     def config(self, owner: Owner) -> Mapping[str, Any]:
         return self.configs[owner]
 
@@ -159,6 +174,11 @@ class ConfigSource:
             return WeightInfo("dense", implied, "bfloat16")
         if ALGORITHMS[algorithm].weights == "fp8":
             return WeightInfo("dense", implied, "float32")
+        if implied[-1] % BLOCK:
+            raise CheckpointError(
+                f"config.json: {module} would be {algorithm} of {implied[-1]} in_features, which "
+                f"are no multiple of {BLOCK}"
+            )
         activations = _activations(self.activations, quantization, module)
         return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
 
@@ -172,7 +192,7 @@ def _activations(
     if asked == "nvfp4" and own != "nvfp4":
         raise CheckpointError(
             f"activations nvfp4: {module} is {quantization.algorithm_of(module)}, so it has no "
-            f"input_scale; use --activations {own}, or a checkpoint that is NVFP4"
+            f"input_scale for NVFP4; use --activations {own}, or a checkpoint that is NVFP4"
         )
     return asked or own
 

@@ -1,6 +1,5 @@
 """What a checkpoint brings beside weights: its tokenizer, and where generation stops."""
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from trtree.build.checkpoint import CheckpointError
+from trtree.build.checkpoint.json_file import read_json
 from trtree.build.engine_dir import GENERATION_CONFIG
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def generation_config(
         CheckpointError: not a JSON object, or an eos_token_id that is no token.
     """
     file = checkpoint / GENERATION_CONFIG
-    generation = _read_object(file) if file.exists() else {}
+    generation = read_json(file) if file.exists() else {}
     if generation.get("eos_token_id") is None:
         file = checkpoint / "config.json"
         generation["eos_token_id"] = config.get("eos_token_id")
@@ -55,7 +55,7 @@ def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
         raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
     settings = checkpoint / TOKENIZER_CONFIG
     if settings.exists():
-        _read_object(settings)
+        read_json(settings)
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids:
         raise CheckpointError(f"{file}: no token in it; save the checkpoint's own tokenizer")
@@ -72,18 +72,6 @@ def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
             len(ids),
             vocab_size,
         )
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file}: expected an object of settings, not {data!r:.40}")
-    return data
 
 
 def _check_stop_ids(file: Path, stop: Any, vocab_size: int) -> None:

@@ -18,15 +18,14 @@ from trtree.plugins.tree_attention.tiles import SMS
 HEADS, GROUP, KERNEL = 48, 3, 4
 
 
-def kernel_specs(head_dims: list[int]) -> Iterator[KernelSpec]:
-    """Alike on every SM."""
+def kernel_specs(sm: int, head_dims: list[int]) -> Iterator[KernelSpec]:
     for head_dim in head_dims:
         layer = delta.DeltaConfig(head_dim, head_dim, HEADS, GROUP)
         yield delta.decay_spec(layer)
-        yield delta.delta_spec(layer)
+        yield delta.delta_spec(layer, sm)
         yield delta.commit_spec(layer)
-    yield conv.conv_spec(KERNEL)
-    yield conv.commit_spec(KERNEL)
+    yield conv.conv_spec(conv.ConvLayer(KERNEL))
+    yield conv.commit_spec(conv.ConvLayer(KERNEL))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="folder of compiled kernels")
     args = parser.parse_args(argv)
     kernels = [
-        figures(spec, sm, args.cache) for sm in args.sm for spec in kernel_specs(args.head_dim)
+        figures(spec, sm, args.cache) for sm in args.sm for spec in kernel_specs(sm, args.head_dim)
     ]
     if args.json:
         json.dump({"kernels": kernels}, sys.stdout, indent=1)

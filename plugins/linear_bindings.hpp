@@ -19,6 +19,7 @@
 
 #include "plugins/linear_job.hpp"
 #include "plugins/parallel.hpp"
+#include "plugins/stored_rows.hpp"
 
 namespace trtree::bindings {
 
@@ -33,6 +34,25 @@ template <typename Array>
 auto span(const Array& array) {
   return std::span(array.data(), array.size());
 }
+
+// Parts of a matrix along its rows, uint8 [rows, bytes] each; rows need not be contiguous.
+using Parts = std::vector<nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>>;
+
+// `row_bytes`: what every row has.
+inline std::vector<StoredRows> stored_rows(const Parts& parts, int64_t row_bytes) {
+  std::vector<StoredRows> rows;
+  for (const auto& part : parts) {
+    if (static_cast<int64_t>(part.shape(1)) != row_bytes || part.stride(1) != 1) {
+      throw std::invalid_argument(
+          "rows of " + std::to_string(part.shape(1)) + " bytes, " + std::to_string(part.stride(1)) +
+          " apart: expected contiguous ones of " + std::to_string(row_bytes));
+    }
+    rows.push_back({part.data(), static_cast<int64_t>(part.shape(0)), part.stride(0)});
+  }
+  return rows;
+}
+
+using PackedArray = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // A new array, aligned as packed weights are; its elements are not set.
 template <typename T>

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "plugins/parallel.hpp"
+#include "plugins/stored_rows.hpp"
 
 namespace trtree {
 
@@ -55,6 +56,29 @@ std::string shape_text(int64_t rows, int64_t columns) {
   text += ", ";
   text += std::to_string(columns);
   return text += "]";
+}
+
+int64_t count_rows(std::span<const StoredRows> parts) {
+  int64_t rows = 0;
+  for (const StoredRows& part : parts) rows += part.rows;
+  return rows;
+}
+
+int64_t check_tiles(std::string_view kind, std::span<const StoredRows> parts, int64_t in_features,
+                    int64_t first, int64_t end, size_t packed, int64_t expected) {
+  const int64_t rows = count_rows(parts);
+  const std::string name = std::string(kind) + " weight " + shape_text(rows, in_features);
+  if (first < 0 || first >= end || end > rows || first % kTileColumns != 0 ||
+      (end % kTileColumns != 0 && end != rows)) {
+    throw std::invalid_argument(name + ": rows " + std::to_string(first) + " to " +
+                                std::to_string(end) + " are no tiles of 16 rows");
+  }
+  if (static_cast<int64_t>(packed) != expected) {
+    throw std::invalid_argument(name + ": rows " + std::to_string(first) + " to " +
+                                std::to_string(end) + " take " + std::to_string(expected) +
+                                " bytes packed, there is room for " + std::to_string(packed));
+  }
+  return rows;
 }
 
 void check_packed(std::string_view kind, std::span<const uint8_t> packed, int64_t expected,

@@ -1,6 +1,7 @@
 """The build command: defaults, refusals, and what is left on disk."""
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from engines import (
     DEMO,
+    DEMO_PROMPTS,
     DEMO_VOCAB,
     ROOT,
     random_checkpoint,
@@ -130,6 +132,28 @@ def test_plan_needs_configurations_alone(
     in_place = capsys.readouterr().out
     rows = [line for line in planned.splitlines() if "weights" in line or "KV" in line]
     assert rows == [line for line in in_place.splitlines() if "weights" in line or "KV" in line]
+
+
+def test_a_plan_says_of_what_and_for_what(
+    run: Callable[..., int], target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine of GPUs is no CPU engine's; a drafter that is not there is missed."""
+    machine = ("--hardware", ROOT / "configs" / "hardware" / "rtx_pro_6000.yaml")
+    assert run("--plan", "--checkpoint", target) == 0
+    alone = capsys.readouterr().out
+    assert "none: plain decoding only" in alone and "--assume-drafter" in alone
+    assert run("--plan", "--checkpoint", target, "--assume-drafter", *machine) == 0
+    on_gpus = " ".join(capsys.readouterr().out.split())
+    assert "plan for tensorrt-rtx, per rank (of 1)" in on_gpus
+    assert "assumed, of the usual shape, 5 layers, block size 16" in on_gpus
+    assert re.search("yes: with [0-9,]+ tokens of KV for 8 requests together", on_gpus)
+    assert re.search("requests of 1,024 tokens at once .--max-batch-size [0-9]+ --max-seq", on_gpus)
+    assert run("--plan", "--backend", "cpu", *machine) == 0
+    assert "plan for cpu, per rank (of 1)" in capsys.readouterr().out
+
+
+def test_only_plans_assume_a_drafter(refused: Callable[..., str], target: Path) -> None:
+    assert "pass --plan" in refused("--checkpoint", target, "--assume-drafter")
 
 
 def test_without_a_drafter_decoding_is_plain(
@@ -289,9 +313,9 @@ def test_missing_tokenizer(refused: Callable[..., str], target: Path) -> None:
     [
         ("tokenizer.json", "", "not a tokenizer"),
         ("tokenizer.json", "{}", "not a tokenizer"),
-        ("tokenizer_config.json", "{", "not JSON"),
-        ("generation_config.json", "", "not JSON"),
-        ("generation_config.json", "[0]", "expected an object"),
+        ("tokenizer_config.json", "{", "not valid JSON"),
+        ("generation_config.json", "", "not valid JSON"),
+        ("generation_config.json", "[0]", "expected a JSON object"),
         ("generation_config.json", f'{{"eos_token_id": {DEMO_VOCAB}}}', f"vocab_size {DEMO_VOCAB}"),
     ],
 )
@@ -361,7 +385,7 @@ def test_activations_that_the_checkpoint_has_no_scales_for(
     checkpoint = random_checkpoint(tmp_path / "w4a16", tiny_config(), algorithm="W4A16_NVFP4")
     line = refused("--checkpoint", checkpoint, "--activations", "nvfp4", *plan)
     assert "W4A16_NVFP4" in line
-    assert "has no input_scale; use --activations bf16" in line
+    assert "has no input_scale for NVFP4; use --activations bf16" in line
 
 
 # Bad options
@@ -460,9 +484,13 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The build is stopped as soon as its first unfinished file appears."""
+    """The build is stopped as soon as its first unfinished file appears. It would go on for
+    minutes, so it cannot be done before it is seen."""
+    prompts = tmp_path / "prompts"
+    prompts.write_text("\n".join([*DEMO_PROMPTS] * 50))
+    options = ("--tree", "static", "--calibration-prompts", prompts, "--calibration-tokens", "1000")
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "build_engine.py"), "--output", "engine"],
+        [sys.executable, ROOT / "build_engine.py", "--output", "engine", *options],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
@@ -475,7 +503,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 143
     assert stderr.splitlines()[-1] == "terminated"
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [prompts]
 
 
 def test_help_names_every_option_of_the_configuration_file(

@@ -12,7 +12,7 @@ import pytest
 
 from engines import DEMO
 from trtree.build import builder
-from trtree.build.checkpoint import Checkpoint, LinearWeight
+from trtree.build.checkpoint import Checkpoint, StoredLinear
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.build.options import BuildOptions
 from trtree.build.resumable import ResumableFile, remove_journals, staging_directory
@@ -52,13 +52,13 @@ def kill_after(weights: int, output: Path) -> Path:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     """The linears that are read from now on."""
     seen: list[Sequence[str]] = []
-    load = Checkpoint.linear
+    load = Checkpoint.stored_linear
 
-    def linear(self: Checkpoint, modules: Sequence[str]) -> LinearWeight:
+    def linear(self: Checkpoint, modules: Sequence[str]) -> StoredLinear:
         seen.append(modules)
         return load(self, modules)
 
-    monkeypatch.setattr(Checkpoint, "linear", linear)
+    monkeypatch.setattr(Checkpoint, "stored_linear", linear)
     return seen
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trtree.build.checkpoint import Checkpoint, LinearWeight, QuantizationConfig
+from trtree.build.checkpoint import Checkpoint, LinearWeight, QuantizationConfig, StoredLinear
 from trtree.build.network.graph import WeightInfo
 from trtree.build.network.network import Owner
 from trtree.build.options import OptionError
@@ -143,8 +143,10 @@ class WidenedCheckpoint:
 
     def describe(self, module: str, source: CheckpointSource, owner: Owner) -> WeightInfo:
         small = source.describe(self._original(module), owner, ())
-        if small.pre_quant_scale:
-            raise OptionError(f"cannot widen: {module} scales its input (NVFP4_AWQ)")
+        if small.pre_quant_scale or small.low_rank:
+            raise OptionError(
+                f"cannot widen: {module} scales its input, or has factors (NVFP4_AWQ, NVFP4_SVD)"
+            )
         if len(small.shape) == 1:
             return replace(small, shape=self._vector_shape(module, small.shape[0]))
         groups, _, large = self._widening.in_groups(module, small.shape[1])
@@ -186,6 +188,10 @@ class WidenedCheckpoint:
             weight = widen(small.weight, 1)
         bias = None if small.bias is None else _pad_rows(small.bias, sizes, outs)
         return replace(small, weight=weight, bias=bias, segment_bounds=_bounds(in_features, groups))
+
+    def stored_linear(self, modules: Sequence[str]) -> StoredLinear:
+        """``linear``, to be packed."""
+        return StoredLinear.of(self.linear(modules))
 
     def _vector_shape(self, module: str, small: int) -> tuple[int]:
         return (small if module.endswith(("q_norm", "k_norm")) else self._widening.shape.hidden,)

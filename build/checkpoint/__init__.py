@@ -5,9 +5,9 @@ configuration; ``write.py`` makes checkpoints for tests and benchmarks.
 """
 
 from trtree.build.checkpoint.dflash_config import DrafterConfig, read_drafter
-from trtree.build.checkpoint.errors import CheckpointError
+from trtree.build.checkpoint.errors import CheckpointError, NoWeightsError
 from trtree.build.checkpoint.headers import LinearInfo
-from trtree.build.checkpoint.linear import LinearWeight
+from trtree.build.checkpoint.linear import LinearWeight, StoredLinear
 from trtree.build.checkpoint.quantized import QuantizedCheckpoint
 from trtree.build.checkpoint.reader import Checkpoint
 from trtree.build.checkpoint.scheme import QuantizationConfig
@@ -19,8 +19,10 @@ __all__ = [
     "DrafterConfig",
     "LinearInfo",
     "LinearWeight",
+    "NoWeightsError",
     "QuantizationConfig",
     "QuantizedCheckpoint",
+    "StoredLinear",
     "TensorInfo",
     "read_drafter",
 ]

@@ -109,6 +109,34 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> l
     return [round(1 + i * step) for i in range(num_draft_layers)]
 
 
+def usual_shape(target: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json that a drafter of the usual shape would have, for a target's (its text
+    part): what plans assume where no drafter is published.
+
+    Source of the shape: z-lab's Qwen3-8B-DFlash-b16. The layers tapped are the default ones.
+    """
+    hidden = target["hidden_size"]
+    return {
+        "architectures": [ARCHITECTURES[0]],
+        "model_type": "qwen3",
+        "block_size": 16,
+        "mask_token_id": 0,
+        "num_target_layers": target["num_hidden_layers"],
+        "num_hidden_layers": 5,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": target["max_position_embeddings"],
+        "vocab_size": target["vocab_size"],
+    }
+
+
 def parse(config: Mapping[str, Any], where: Path) -> DrafterConfig:
     """Read a drafter's config.json; ``where`` names it in errors.
 

@@ -7,12 +7,19 @@ differ, the checkpoint is refused.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
 from trtree.build.checkpoint.errors import CheckpointError
-from trtree.build.checkpoint.scheme import ALGORITHMS, FP8_BLOCK, MODELOPT, QuantizationConfig
+from trtree.build.checkpoint.scheme import (
+    ALGORITHMS,
+    FP8_BLOCK,
+    MODELOPT,
+    SVD,
+    QuantizationConfig,
+    group_sizes,
+)
 from trtree.build.checkpoint.shard import TensorInfo
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
@@ -44,16 +51,33 @@ SCALES = (
     *dict.fromkeys(part for names in NAMES.values() for part in names[1:4]),
     BLOCK_SCALE,
 )
-PARTS = ("weight", "weight_packed", "bias", PRE_QUANT_SCALE, *SCALES)
+# SVDQuant's A [rank, in_features] and B [out_features, rank], each a dense linear by itself.
+LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
+PARTS = ("weight", "weight_packed", "bias", PRE_QUANT_SCALE, *SCALES, *LOW_RANK)
 KV_SCALES = ("k_scale", "v_scale")
 KV_SCALE_SUFFIXES = tuple(f".{part}" for part in KV_SCALES)
 # Left by algorithms that change the arithmetic: never to be dropped silently.
-_FOREIGN = (
-    "weight_zero_point",
-    "qweight",
-    "svdquant_lora_a",
-    "svdquant_lora_b",
-)
+_FOREIGN = ("weight_zero_point", "qweight")
+# ModelOpt's exports of language models leave the factors under their quantizer's name.
+_QUANTIZER = ".weight_quantizer._"
+
+Info = TypeVar("Info")
+
+
+def renamed(tensors: Mapping[str, Info]) -> dict[str, Info]:
+    """Tensors with the factors of SVDQuant by their own names.
+
+    Raises:
+        CheckpointError: a factor is there under both names.
+    """
+    found: dict[str, Info] = {}
+    for name, info in tensors.items():
+        module, quantizer, part = name.partition(_QUANTIZER)
+        own = f"{module}.{part}" if quantizer and part in LOW_RANK else name
+        if own in found or (own != name and own in tensors):
+            raise CheckpointError(f"tensors {own} and {name} are both there; export again")
+        found[own] = info
+    return found
 
 
 @dataclass(frozen=True)
@@ -62,7 +86,8 @@ class LinearInfo:
 
     kind: what loading it gives; FP8 weights are widened to dense ones. dtype: of that
     weight's elements. algorithm: how it is stored, None for plain floats.
-    has_pre_quant_scale: its input is multiplied by a vector [in_features] first.
+    has_pre_quant_scale: its input is multiplied by a vector [in_features] first. rank: of the
+    factors that are added to its weight, 0 without any.
     """
 
     kind: Literal["dense", "nvfp4"]
@@ -72,11 +97,22 @@ class LinearInfo:
     dtype: torch.dtype
     algorithm: str | None = None
     has_pre_quant_scale: bool = False
+    rank: int = 0
+
+
+def is_factor(module: str) -> bool:
+    """Whether a linear is one of SVDQuant's factors, which are tensors by themselves."""
+    return module.endswith(LOW_RANK)
+
+
+def dense_name(module: str) -> str:
+    """The tensor of a linear whose weight is not packed."""
+    return module if is_factor(module) else f"{module}.weight"
 
 
 def weight_info(tensors: Mapping[str, TensorInfo], module: str) -> TensorInfo | None:
     """The tensor that holds the module's weight, whatever it is called; None if there is none."""
-    return tensors.get(f"{module}.weight_packed") or tensors.get(f"{module}.weight")
+    return tensors.get(f"{module}.weight_packed") or tensors.get(dense_name(module))
 
 
 def describe(
@@ -94,7 +130,10 @@ def describe(
     _refuse_foreign(tensors, quantization, names, module)
     weight = weight_info(tensors, module)
     if weight is None:
-        raise CheckpointError(f"the checkpoint has no tensor {module}.weight")
+        raise CheckpointError(f"the checkpoint has no tensor {dense_name(module)}")
+    if is_factor(module):
+        check_dense(module, weight)
+        return LinearInfo("dense", *_two_axes(module, weight), False, weight.dtype)
     algorithm = _algorithm(weight, quantization, names, module)
     if algorithm is None:
         info = _describe_dense(tensors, module, weight)
@@ -105,6 +144,19 @@ def describe(
     if (bias := tensors.get(f"{module}.bias")) is not None:
         _expect(f"{module}.bias", bias, [(info.out_features,)], DENSE_DTYPES)
     return info
+
+
+def scaled_for_one_expert(names: Sequence[str]) -> str | None:
+    """The first MLP whose experts each scale their input, but for the shared one, whose vector
+    its exporter therefore folded into the norm that all of them read."""
+    present = set(names)
+    for name in names:
+        mlp, shared, scale = name.rpartition(".shared_expert")
+        if shared and scale.endswith("up_proj.weight_scale_2"):
+            own = f"{name.removesuffix('weight_scale_2')}{PRE_QUANT_SCALE}"
+            if own not in present and f"{mlp}.experts.0.up_proj.{PRE_QUANT_SCALE}" in present:
+                return mlp
+    return None
 
 
 def check_quantized_modules(
@@ -258,20 +310,24 @@ def _describe_nvfp4(
     takes_inputs = ALGORITHMS[algorithm].activations == "nvfp4"
     for part in names[1:4] if takes_inputs else names[1:3]:
         _needed(tensors, module, part, weight, algorithm)
-    if len(weight.shape) != 2 or weight.shape[1] * 2 % nvfp4.BLOCK:
+    if len(weight.shape) != 2 or not weight.shape[1] or weight.shape[1] * 2 % nvfp4.BLOCK:
         raise CheckpointError(
             f"{weight.file}: tensor {module}.{names.codes} has shape {list(weight.shape)}, "
             f"expected [out_features, in_features / 2] with in_features a multiple of {nvfp4.BLOCK}"
         )
     rows, columns = weight.shape[0], weight.shape[1] * 2
     scale = f"{module}.{names.block_scale}"
-    _expect(scale, tensors[scale], [(rows, columns // nvfp4.BLOCK)], (FP8,))
+    groups = [size for size in group_sizes(algorithm) if columns % size == 0]
+    _expect(scale, tensors[scale], [(rows, columns // size) for size in groups], (FP8,))
     for part in names[2:4]:
         if (info := tensors.get(f"{module}.{part}")) is not None:
             _expect(f"{module}.{part}", info, [(), (1,)], (torch.float32,))
     has_bias = f"{module}.bias" in tensors
+    if algorithm == SVD:
+        _needed(tensors, module, PRE_QUANT_SCALE, weight, algorithm)
     scaled = _check_pre_quant_scale(tensors, module, columns, algorithm)
-    return LinearInfo("nvfp4", rows, columns, has_bias, weight.dtype, algorithm, scaled)
+    rank = _check_low_rank(tensors, module, rows, columns, weight, algorithm)
+    return LinearInfo("nvfp4", rows, columns, has_bias, weight.dtype, algorithm, scaled, rank)
 
 
 def _check_pre_quant_scale(
@@ -282,13 +338,42 @@ def _check_pre_quant_scale(
     info = tensors.get(name)
     if info is None:
         return False
-    if algorithm != "NVFP4_AWQ":
+    if algorithm not in ("NVFP4_AWQ", SVD):
         raise CheckpointError(
             f"{info.file}: tensor {name} belongs to NVFP4_AWQ, but the configuration says that "
             f"{module} is {algorithm}; correct it, or export again"
         )
     _expect(name, info, [(columns,)], DENSE_DTYPES)
     return True
+
+
+def _check_low_rank(
+    tensors: Mapping[str, TensorInfo],
+    module: str,
+    rows: int,
+    columns: int,
+    weight: TensorInfo,
+    algorithm: str,
+) -> int:
+    """The factors' rank; 0 without them."""
+    first, second = (f"{module}.{factor}" for factor in LOW_RANK)
+    if algorithm != SVD:
+        for name in (first, second):
+            if (extra := tensors.get(name)) is not None:
+                raise CheckpointError(
+                    f"{extra.file}: tensor {name} belongs to {SVD}, but the configuration says "
+                    f"that {module} is {algorithm}; correct it, or export again"
+                )
+        return 0
+    a, b = (_needed(tensors, module, factor, weight, algorithm) for factor in LOW_RANK)
+    rank = a.shape[0] if a.shape else 0
+    if rank == 0 or a.shape != (rank, columns):
+        raise CheckpointError(
+            f"{a.file}: tensor {first} has shape {list(a.shape)}, expected [rank, {columns}]"
+        )
+    check_dense(first, a)
+    _expect(second, b, [(rows, rank)], DENSE_DTYPES)
+    return rank
 
 
 def _needed(
@@ -305,7 +390,7 @@ def _needed(
 def _two_axes(module: str, weight: TensorInfo) -> tuple[int, int]:
     if len(weight.shape) != 2:
         raise CheckpointError(
-            f"{weight.file}: tensor {module}.weight has shape {list(weight.shape)}, expected "
+            f"{weight.file}: tensor {dense_name(module)} has shape {list(weight.shape)}, expected "
             "[out_features, in_features]"
         )
     return weight.shape[0], weight.shape[1]

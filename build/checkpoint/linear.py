@@ -16,10 +16,12 @@ from trtree.build.checkpoint.headers import (
     BLOCK_ROWS,
     BLOCK_SCALE,
     FP8,
+    LOW_RANK,
     NAMES,
     PRE_QUANT_SCALE,
     LinearInfo,
     Names,
+    dense_name,
 )
 from trtree.build.checkpoint.scheme import FP8_BLOCK, QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo
@@ -44,12 +46,39 @@ class LinearWeight:
     segment_bounds: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class StoredLinear:
+    """A linear in parts along out_features, as they are stored and not looked at yet: whoever
+    reads them checks their numbers, and what is at fault ``Checkpoint.linear`` says.
+
+    coded: [O, K] each, or else dense: [O, K] each, of one K and dtype; rows are contiguous.
+    global_scale: of the codes, or what dense parts are to be rounded to NVFP4 with; None for a
+    linear that stays dense. The others: as of ``LinearWeight``.
+    """
+
+    coded: tuple[nvfp4.QuantizedTensor, ...]
+    dense: tuple[torch.Tensor, ...]
+    global_scale: float | None
+    input_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    segment_bounds: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, linear: LinearWeight) -> "StoredLinear":
+        """A linear that has been read, in one part."""
+        rest = (linear.input_scale, linear.bias, linear.segment_bounds)
+        if isinstance(linear.weight, nvfp4.QuantizedTensor):
+            return cls((linear.weight,), (), float(linear.weight.global_scale), *rest)
+        return cls((), (linear.weight,), None, *rest)
+
+
 class Tensors(Protocol):
-    """Where checked tensors come from: a Checkpoint."""
+    """Where tensors come from: a Checkpoint. Those of ``mapped`` are not checked."""
 
     quantization: QuantizationConfig | None
 
     def tensor(self, tensor_name: str) -> torch.Tensor: ...
+    def mapped(self, tensor_name: str) -> torch.Tensor: ...
     def info(self, tensor_name: str) -> TensorInfo: ...
     def linear_info(self, module: str) -> LinearInfo: ...
     def __contains__(self, tensor_name: object) -> bool: ...
@@ -71,13 +100,51 @@ def load(checkpoint: Tensors, modules: Sequence[str]) -> LinearWeight:
     if kind == "dense":
         weights = [_load_dense(checkpoint, module) for module in modules]
         return LinearWeight(kind, _concatenate(weights), None, bias)
-    names = [f"{module}.{_names(checkpoint).input_scale}" for module in modules]
-    input_scale = None
-    if all(name in checkpoint for name in names):
-        scales = [_global_scale(checkpoint, name) for name in names]
-        input_scale = torch.stack(scales).max().float()
     parts = [_load_nvfp4(checkpoint, module) for module in modules]
-    return LinearWeight(kind, _fuse(modules, parts), input_scale, bias)
+    return LinearWeight(kind, _fuse(modules, parts), _input_scale(checkpoint, modules), bias)
+
+
+def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
+    """The same linear, its large tensors unread: but for FP8 ones, which are widened, and the
+    block scales of NVFP4 linears of several ``weight_scale_2``.
+
+    Raises:
+        CheckpointError: the modules cannot be fused, or a value that was read is at fault.
+    """
+    check_fusable(checkpoint, modules)
+    bias = load_bias(checkpoint, modules)
+    if checkpoint.linear_info(modules[0]).kind == "dense":
+        weights = tuple(_stored_dense(checkpoint, module) for module in modules)
+        return StoredLinear((), weights, None, None, bias)
+    names = _names(checkpoint)
+    input_scale = _input_scale(checkpoint, modules)
+    scales = [_global_scale(checkpoint, f"{m}.{names.global_scale}") for m in modules]
+    if len({float(scale) for scale in scales}) > 1:
+        parts = _rescaled(modules, [_load_nvfp4(checkpoint, module) for module in modules])
+    else:
+        parts = [
+            nvfp4.QuantizedTensor(
+                checkpoint.mapped(f"{module}.{names.codes}"),
+                checkpoint.mapped(f"{module}.{names.block_scale}"),
+                scales[0],
+            )
+            for module in modules
+        ]
+    return StoredLinear(tuple(parts), (), float(parts[0].global_scale), input_scale, bias)
+
+
+def _input_scale(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | None:
+    names = [f"{module}.{_names(checkpoint).input_scale}" for module in modules]
+    if not all(name in checkpoint for name in names):
+        return None
+    return torch.stack([_global_scale(checkpoint, name) for name in names]).max().float()
+
+
+def _stored_dense(checkpoint: Tensors, module: str) -> torch.Tensor:
+    name = f"{module}.weight"
+    if checkpoint.info(name).dtype == FP8:
+        return _load_dense(checkpoint, module)
+    return checkpoint.mapped(name)
 
 
 def load_bias(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | None:
@@ -98,18 +165,19 @@ def check_fusable(checkpoint: Tensors, modules: Sequence[str]) -> None:
     first = checkpoint.linear_info(modules[0])
     for module in modules[1:]:
         info = checkpoint.linear_info(module)
-        for field in ("kind", "dtype", "in_features", "has_bias", "has_pre_quant_scale"):
+        for field in ("kind", "dtype", "in_features", "has_bias", "has_pre_quant_scale", "rank"):
             ours, theirs = getattr(first, field), getattr(info, field)
             if ours != theirs:
                 raise CheckpointError(
                     f"cannot fuse {modules[0]} and {module}: {field} {ours} and {theirs}"
                 )
-        if first.has_pre_quant_scale:
-            vectors = [checkpoint.tensor(f"{m}.{PRE_QUANT_SCALE}") for m in (modules[0], module)]
-            if not torch.equal(*vectors):
+        shared = [LOW_RANK[0]] if first.rank else []
+        shared += [PRE_QUANT_SCALE] if first.has_pre_quant_scale else []
+        for part in shared:
+            ours, theirs = (checkpoint.tensor(f"{m}.{part}") for m in (modules[0], module))
+            if not torch.equal(ours, theirs):
                 raise CheckpointError(
-                    f"cannot fuse {modules[0]} and {module}: each scales its input by its own "
-                    "vector"
+                    f"cannot fuse {modules[0]} and {module}: each has its own {part}"
                 )
 
 
@@ -120,7 +188,7 @@ def _names(checkpoint: Tensors) -> Names:
 
 def _load_dense(checkpoint: Tensors, module: str) -> torch.Tensor:
     """A plain weight, or an FP8 one times its scale (one number, one per row, or per block)."""
-    weight = checkpoint.tensor(f"{module}.weight")
+    weight = checkpoint.tensor(dense_name(module))
     if weight.dtype != FP8:
         return weight
     in_blocks = checkpoint.linear_info(module).algorithm == FP8_BLOCK
@@ -156,6 +224,9 @@ def _load_nvfp4(checkpoint: Tensors, module: str) -> nvfp4.QuantizedTensor:
             f"of {raw.numel()} (first: {block_scale[raw > 0x80][0].item()}); export again"
         )
     codes = checkpoint.tensor(f"{module}.{names.codes}")
+    if (blocks := 2 * codes.shape[1] // (nvfp4.BLOCK * block_scale.shape[1])) > 1:
+        # Of larger groups: every block of 16 has its group's.
+        block_scale = raw.repeat_interleave(blocks, dim=1).view(FP8)
     return nvfp4.QuantizedTensor(codes, block_scale, global_scale)
 
 
@@ -187,7 +258,35 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
     return value
 
 
+def input_vector(checkpoint: Tensors, name: str) -> torch.Tensor:
+    """The tensor ``name``, which a module's input is multiplied by first [in_features].
+
+    Raises:
+        CheckpointError: a value is not a positive number.
+    """
+    vector = checkpoint.tensor(name)
+    if not bool((vector > 0).all()):
+        at = int((vector <= 0).nonzero()[0])
+        raise CheckpointError(
+            f"{checkpoint.info(name).file}: tensor {name} has {vector[at].item()} at {at}, "
+            "expected positive numbers; export again"
+        )
+    return vector
+
+
 def _fuse(modules: Sequence[str], parts: Sequence[nvfp4.QuantizedTensor]) -> nvfp4.QuantizedTensor:
+    scaled = _rescaled(modules, parts)
+    return nvfp4.QuantizedTensor(
+        _concatenate([part.codes for part in scaled]),
+        _concatenate([part.block_scale for part in scaled]),
+        scaled[0].global_scale,
+    )
+
+
+def _rescaled(
+    modules: Sequence[str], parts: Sequence[nvfp4.QuantizedTensor]
+) -> list[nvfp4.QuantizedTensor]:
+    """All under the largest of their global scales."""
     largest = torch.stack([part.global_scale for part in parts]).max()
     scaled = []
     for module, part in zip(modules, parts, strict=True):
@@ -202,11 +301,7 @@ def _fuse(modules: Sequence[str], parts: Sequence[nvfp4.QuantizedTensor]) -> nvf
             )
             part = nvfp4.rescale(part, largest)
         scaled.append(part)
-    return nvfp4.QuantizedTensor(
-        _concatenate([part.codes for part in scaled]),
-        _concatenate([part.block_scale for part in scaled]),
-        largest,
-    )
+    return scaled
 
 
 def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:

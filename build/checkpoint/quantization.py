@@ -19,9 +19,10 @@ from trtree.build.checkpoint.scheme import (
     FP8_BLOCK,
     MIXED,
     MODELOPT,
+    SVD,
     QuantizationConfig,
+    group_sizes,
 )
-from trtree.plugins.nvfp4_linear.format import BLOCK
 
 SIDECAR = "hf_quant_config.json"
 _PER_CHANNEL = "FP8_PER_CHANNEL_PER_TOKEN"
@@ -33,11 +34,9 @@ _UNSUPPORTED = {
     "FP8_PB_WO",
     "MXFP4",
     "MXFP8",
-    "NVFP4_SVD",
     "W4A16_AWQ",
     "W4A8_AWQ",
     "W4A8_MXFP4_FP8",
-    "W4A8_NVFP4_FP8",
     "W8A16",
     "W8A8_SQ_PER_CHANNEL",
 }
@@ -110,7 +109,13 @@ def _from_inline(data: Any, where: str) -> _Facts:
     groups = data.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise CheckpointError(f"{where}: config_groups must be an object of objects")
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+    for name, group in groups.items():
+        if not isinstance(group.get("weights"), dict | None):
+            raise CheckpointError(
+                f"{where}: config_groups.{name}.weights must be an object, not "
+                f"{group['weights']!r:.80}"
+            )
+    if algorithm in ("NVFP4", "W4A16_NVFP4", SVD):
         for name, group in groups.items():
             _check_activations(algorithm, group, f"{where}: config_groups.{name}")
     sizes = {
@@ -197,10 +202,11 @@ def _judge(facts: _Facts, where: str) -> QuantizationConfig | None:
             raise CheckpointError(
                 f"{where}: quantization algorithm {name!r} is {known}; supported: {_supported()}"
             )
-    if facts.group_size not in (None, BLOCK) and algorithm not in ("FP8", _PER_CHANNEL):
+    sizes = group_sizes(algorithm)
+    if facts.group_size not in (None, *sizes) and algorithm not in ("FP8", _PER_CHANNEL):
         raise CheckpointError(
             f"{where}: group_size {facts.group_size} is not supported for {algorithm}; "
-            f"only {BLOCK} is"
+            f"only {' or '.join(map(str, sizes))} is"
         )
     if facts.kv_cache not in (None, *_KV_CACHES):
         raise CheckpointError(
@@ -231,7 +237,7 @@ def _layers(value: Any, where: str) -> tuple[tuple[str, str], ...]:
         size = _group_size(entry.get("group_size"), f"{where}.{module}")
         if algorithm is None:
             raise CheckpointError(f"{where}.{module} names no quant_algo")
-        if size not in (None, BLOCK) and "NVFP4" in algorithm:
+        if size not in (None, *group_sizes(algorithm)) and "NVFP4" in algorithm:
             raise CheckpointError(f"{where}.{module}: group_size {size} is not supported")
         found.append((module, algorithm))
     return tuple(sorted(found))

@@ -4,19 +4,22 @@ Weights only, to nearest, with max calibration: nothing is known of the activati
 they stay bf16 (W4A16). Peak memory is the result and a few rows in float32.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from trtree.build.checkpoint import linear
 from trtree.build.checkpoint.errors import CheckpointError
 from trtree.build.checkpoint.headers import LinearInfo
-from trtree.build.checkpoint.linear import LinearWeight
+from trtree.build.checkpoint.linear import LinearWeight, StoredLinear
 from trtree.build.checkpoint.reader import Checkpoint
 from trtree.build.checkpoint.scheme import QuantizationConfig
+from trtree.plugins.dense_linear.cpu import DenseRows
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 # What ModelOpt leaves alone too: embeddings, heads, and the small linears that choose
@@ -58,6 +61,7 @@ class QuantizedCheckpoint(Checkpoint):
         )
         self._plain = plain
         self._one_scale = one_scale
+        self._magnitudes: dict[str, float] = {}
 
     def linear_info(self, module: str) -> LinearInfo:
         """As ``Checkpoint.linear_info``, of the linear once quantized."""
@@ -77,20 +81,46 @@ class QuantizedCheckpoint(Checkpoint):
         if self.linear_info(modules[0]).kind == "dense":
             return self._plain.linear(modules)
         weights = [self.tensor(f"{module}.weight") for module in modules]
-        scale = self._shared_scale if self._one_scale else _global_scale(weights)
         return LinearWeight(
-            "nvfp4", _quantize(weights, scale), None, linear.load_bias(self, modules)
+            "nvfp4",
+            _quantize(weights, torch.tensor(self._scale(modules))),
+            None,
+            linear.load_bias(self, modules),
         )
 
+    def stored_linear(self, modules: Sequence[str]) -> StoredLinear:
+        """As ``Checkpoint.stored_linear``; what is to be quantized is read for its scale."""
+        linear.check_fusable(self, modules)
+        if self.linear_info(modules[0]).kind == "dense":
+            return self._plain.stored_linear(modules)
+        weights = tuple(self.mapped(f"{module}.weight") for module in modules)
+        bias = linear.load_bias(self, modules)
+        return StoredLinear((), weights, self._scale(modules), None, bias)
+
+    def _scale(self, modules: Sequence[str]) -> float:
+        """The global scale of modules that are fused; each module is read once for it."""
+        if self._one_scale:
+            return _global_scale(self._magnitude(name) for name in self._quantized)
+        return _global_scale(self._magnitude(f"{module}.weight") for module in modules)
+
+    def _magnitude(self, name: str) -> float:
+        """The largest of a tensor."""
+        if name not in self._magnitudes:
+            largest = DenseRows([self.mapped(name)]).largest_magnitude()
+            if not math.isfinite(largest):
+                self.tensor(name)  # says where
+            self._magnitudes[name] = largest
+        return self._magnitudes[name]
+
     @cached_property
-    def _shared_scale(self) -> torch.Tensor:
-        return _global_scale(
-            self.tensor(name)
+    def _quantized(self) -> list[str]:
+        return [
+            name
             for name in self.names()
             if name.endswith(".weight")
             and len(self.info(name).shape) == 2
             and not CONFIG.is_excluded(name.removesuffix(".weight"))
-        )
+        ]
 
 
 def check_plain(directory: Path, quantization: QuantizationConfig | None) -> None:
@@ -102,11 +132,11 @@ def check_plain(directory: Path, quantization: QuantizationConfig | None) -> Non
         )
 
 
-def _global_scale(weights: Iterable[torch.Tensor]) -> torch.Tensor:
-    extremes = [torch.stack(torch.aminmax(weight)).abs().max().float() for weight in weights]
-    amax = torch.stack(extremes).max()
+def _global_scale(magnitudes: Iterable[float]) -> float:
+    """float32 arithmetic, as ``format.quantize_weight``."""
+    amax = np.float32(max(magnitudes))
     # A linear of nothing but zeros is exact under any scale.
-    return amax / (nvfp4.E2M1_MAX * nvfp4.E4M3_MAX) if amax > 0 else torch.tensor(1.0)
+    return float(amax / np.float32(nvfp4.E2M1_MAX * nvfp4.E4M3_MAX)) if amax > 0 else 1.0
 
 
 def _quantize(weights: Sequence[torch.Tensor], global_scale: torch.Tensor) -> nvfp4.QuantizedTensor:

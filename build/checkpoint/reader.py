@@ -5,19 +5,20 @@ are asked for, as mapped pages of their file, so that peak memory stays near the
 largest tensor.
 """
 
+import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trtree.build.checkpoint import fused_experts, headers, linear, text_part
-from trtree.build.checkpoint.errors import CheckpointError
+from trtree.build.checkpoint.errors import CheckpointError, NoWeightsError
 from trtree.build.checkpoint.headers import LinearInfo
 from trtree.build.checkpoint.json_file import read_json
-from trtree.build.checkpoint.linear import LinearWeight
+from trtree.build.checkpoint.linear import LinearWeight, StoredLinear
 from trtree.build.checkpoint.patterns import left_out, matcher
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.scheme import QuantizationConfig
@@ -47,6 +48,7 @@ class Checkpoint:
         self.config = config
         self.quantization = quantization
         self._tensors = tensors
+        self._digests: dict[str, str] = {}
 
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
@@ -60,7 +62,8 @@ class Checkpoint:
         file = directory / "config.json"
         config = text_part.text_config(read_json(file), str(file))
         quantization = text_part.quantization(read_quantization(directory, config))
-        tensors = fused_experts.split(text_part.tensors(read_headers(directory)), config)
+        found = headers.renamed(text_part.tensors(read_headers(directory)))
+        tensors = fused_experts.split(found, config)
         ignored = matcher(left_out(config))
         used = {name: info for name, info in tensors.items() if not ignored.fullmatch(name)}
         headers.check_quantized_modules(used, quantization)
@@ -96,6 +99,10 @@ class Checkpoint:
         _check_finite(tensor_name, info, tensor)
         return tensor
 
+    def mapped(self, tensor_name: str) -> torch.Tensor:
+        """As ``tensor``, of any values: for those who check them while they read them."""
+        return map_tensor(tensor_name, self.info(tensor_name))
+
     def linear_info(self, module: str) -> LinearInfo:
         """What kind of linear ``module`` is, from headers only.
 
@@ -116,7 +123,30 @@ class Checkpoint:
             CheckpointError: there is none.
         """
         info = headers.weight_info(self._tensors, module)
-        return info or self.info(f"{module}.weight")
+        return info or self.info(headers.dense_name(module))
+
+    def input_digest(self, module: str) -> str:
+        """Stands for the vector that a module's input is multiplied by first.
+
+        Raises:
+            CheckpointError: there is none, or a value is not a positive number.
+        """
+        return self._digest(f"{module}.{headers.PRE_QUANT_SCALE}", linear.input_vector)
+
+    def factor_digest(self, module: str) -> str:
+        """Stands for the first of a module's low-rank factors.
+
+        Raises:
+            CheckpointError: there is none, or a value is NaN or infinite.
+        """
+        return self._digest(f"{module}.{headers.LOW_RANK[0]}", Checkpoint.tensor)
+
+    def _digest(self, name: str, read: Callable[["Checkpoint", str], torch.Tensor]) -> str:
+        """Of what ``read`` gives; kept, as networks ask more than once."""
+        if name not in self._digests:
+            numbers = read(self, name).float().contiguous().numpy()
+            self._digests[name] = hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
+        return self._digests[name]
 
     def kv_scales(self) -> dict[str, float]:
         """The KV cache's calibrated scales, by tensor name.
@@ -137,6 +167,14 @@ class Checkpoint:
             CheckpointError: see ``linear.load``.
         """
         return linear.load(self, modules)
+
+    def stored_linear(self, modules: Sequence[str]) -> StoredLinear:
+        """The same, its large tensors mapped and not read.
+
+        Raises:
+            CheckpointError: see ``linear.stored``.
+        """
+        return linear.stored(self, modules)
 
     def check_coverage(self, used: Iterable[str], ignored: Iterable[str] = ()) -> None:
         """Every tensor of the checkpoint must be used, or ignored on purpose.
@@ -205,7 +243,7 @@ def read_headers(directory: Path) -> dict[str, TensorInfo]:
             f"{directory}: holds pickle files ({_some(pickles)}), which can run code when read; "
             "convert them to safetensors"
         )
-    raise CheckpointError(f"{directory}: has no {SINGLE} and no {INDEX}")
+    raise NoWeightsError(f"{directory}: has no {SINGLE} and no {INDEX}")
 
 
 def _read_shards(directory: Path, index: Path) -> dict[str, TensorInfo]:

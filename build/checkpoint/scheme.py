@@ -6,10 +6,13 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from trtree.build.checkpoint.patterns import matcher
+from trtree.plugins.nvfp4_linear.format import BLOCK
 
 MIXED = "MIXED_PRECISION"
 # FP8 in blocks of 128 x 128, as transformers, DeepSeek and Qwen write it ("fp8").
 FP8_BLOCK = "FP8_BLOCK"
+SVD = "NVFP4_SVD"
+W4A8 = "W4A8_NVFP4_FP8"
 Layout = Literal["modelopt", "compressed-tensors"]
 
 
@@ -17,7 +20,8 @@ class Algorithm(NamedTuple):
     """How a linear's weight is stored, and what its input is rounded to.
 
     FP8 linears are widened when read and work on unrounded inputs (W8A16): they give up
-    none of the checkpoint's accuracy, and memory instead. Their activations are None.
+    none of the checkpoint's accuracy, and memory instead. Their activations are None. Those of
+    W4A8_NVFP4_FP8 are not rounded to FP8 either.
     """
 
     weights: Literal["nvfp4", "fp8"]
@@ -25,16 +29,25 @@ class Algorithm(NamedTuple):
 
 
 # By ModelOpt's names, but for FP8_BLOCK. NVFP4_AWQ is NVFP4 whose inputs are scaled per
-# feature first.
+# feature first; NVFP4_SVD has low-rank factors beside that (SVDQuant), which it adds in floats.
 ALGORITHMS = {
     "NVFP4": Algorithm("nvfp4", "nvfp4"),
     "W4A16_NVFP4": Algorithm("nvfp4", "bf16"),
     "NVFP4_AWQ": Algorithm("nvfp4", "nvfp4"),
+    SVD: Algorithm("nvfp4", "nvfp4"),
+    W4A8: Algorithm("nvfp4", "bf16"),
     "FP8": Algorithm("fp8", None),
     "FP8_PER_CHANNEL_PER_TOKEN": Algorithm("fp8", None),
     FP8_BLOCK: Algorithm("fp8", None),
 }
+# Columns that share a block scale. Two blocks of 16 can be one of 32, which ModelOpt's W4A8 has.
+GROUPS = {W4A8: (BLOCK, 2 * BLOCK)}
 MODELOPT = tuple(name for name in ALGORITHMS if name != FP8_BLOCK)
+
+
+def group_sizes(algorithm: str) -> tuple[int, ...]:
+    """How many columns of an NVFP4 algorithm's weights may share a block scale."""
+    return GROUPS.get(algorithm, (BLOCK,))
 
 
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<leaf>\w+)")

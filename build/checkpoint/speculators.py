@@ -33,6 +33,8 @@ QWEN3_DEFAULTS: Mapping[str, Any] = {
 _NEUTRAL = {"sample_from_anchor": False, "shift_label": False}
 # Copies of the target's weights: the drafter's module, and the target's.
 _COPIES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+# What maps a reduced vocabulary: offsets of its ids, and which of the target's it has.
+_MAPS = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool,)}
 # Used in training only, or checked to say nothing (d2t: unless the vocabulary is reduced).
 IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d", "d2t")
 
@@ -85,15 +87,16 @@ def restated(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def check_copies(drafter: Checkpoint, target: Checkpoint) -> None:
-    """Copies of the target's embedding and head must be just that; they are not stored.
-    A head of a reduced vocabulary is the drafter's own.
+    """Copies of the target's embedding and head, in either format, must be just that; they
+    are not stored. A head of a reduced vocabulary is the drafter's own.
 
     Raises:
         CheckpointError: a copy differs.
     """
-    if not is_speculators(drafter.config):
-        return
-    reduced = _draft_vocab(drafter.config, _vocabulary(drafter.config)) is not None
+    reduced = (
+        is_speculators(drafter.config)
+        and _draft_vocab(drafter.config, _vocabulary(drafter.config)) is not None
+    )
     for module, original in _COPIES.items():
         name = f"{module}.weight"
         if name not in drafter or (reduced and module == "lm_head"):
@@ -112,11 +115,20 @@ def ignored_tensors(checkpoint: Checkpoint) -> list[str]:
     """Tensors that no network uses.
 
     Raises:
-        CheckpointError: d2t or t2d say something else than config.json, or each other.
+        CheckpointError: d2t or t2d are of another type than the library writes, or say something
+            else than config.json, or each other.
     """
+    copies = [f"{module}.weight" for module in _COPIES]
     if not is_speculators(checkpoint.config):
-        return []
+        return copies
     draft_vocab = _draft_vocab(checkpoint.config, _vocabulary(checkpoint.config))
+    for name, dtypes in _MAPS.items():
+        if name in checkpoint and (info := checkpoint.info(name)).dtype not in dtypes:
+            found, *expected = (str(t).removeprefix("torch.") for t in (info.dtype, *dtypes))
+            raise CheckpointError(
+                f"{info.file}: tensor {name} is {found}, expected {' or '.join(expected)}; export "
+                "again"
+            )
     if draft_vocab is not None:
         _check_maps(checkpoint, draft_vocab)
         return [name for name in (*IGNORED, "embed_tokens.weight") if name != "d2t"]
@@ -126,7 +138,7 @@ def ignored_tensors(checkpoint: Checkpoint) -> list[str]:
                 f"{checkpoint.info(name).file}: tensor {name} maps a reduced draft vocabulary, but "
                 "config.json's draft_vocab_size is the target's; set it to d2t's length"
             )
-    return [*IGNORED, *(f"{module}.weight" for module in _COPIES)]
+    return [*IGNORED, *copies]
 
 
 def _check_maps(checkpoint: Checkpoint, draft_vocab: int) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from trtree.build.checkpoint import StoredLinear
 from trtree.build.engine_dir import EngineDirWriter, plan_file, weights_file
 from trtree.build.lowering.division import TILE, WHOLE, Shard, segment_bounds
+from trtree.build.lowering.packing import align, append_linear, append_rows
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader, read_linear, read_vector
 from trtree.build.network.network import (
     Network,
@@ -27,10 +29,9 @@ from trtree.build.network.network import (
 from trtree.build.resumable import ResumableFile
 from trtree.plugins.dense_linear import cpu as dense_cpu
 from trtree.plugins.nvfp4_linear import cpu as nvfp4_cpu
-from trtree.plugins.nvfp4_linear.format import BLOCK, QuantizedTensor
+from trtree.plugins.nvfp4_linear.format import BLOCK
 
 SUFFIX = "bin"
-ALIGNMENT = 64
 
 
 def write_files(
@@ -126,14 +127,13 @@ def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader)
         return entry | _write_experts(file, weight, checkpoint)
     if weight.head_sizes:
         return entry | _write_heads(file, weight, checkpoint)
-    linear = checkpoint.linear(weight.modules)
-    if isinstance(linear.weight, QuantizedTensor):
-        entry |= {"kind": "nvfp4", "global_scale": float(linear.weight.global_scale)}
+    linear = checkpoint.stored_linear(weight.modules)
+    if linear.global_scale is not None:
+        entry |= {"kind": "nvfp4", "global_scale": linear.global_scale}
         entry["input_scale"] = _input_scale(weight, linear.input_scale)
-        entry |= _append(file, nvfp4_cpu.pack(linear.weight))
     else:
         entry |= {"kind": "dense", "dtype": weight.dtype}
-        entry |= _append(file, dense_cpu.pack(linear.weight))
+    entry |= _append_linear(file, linear, weight.modules, checkpoint)
     if linear.bias is not None:
         entry["bias_offset"] = _append(file, linear.bias.float().numpy())["offset"]
     bounds = linear.segment_bounds or segment_bounds(-(-weight.shape[1] // BLOCK))
@@ -145,14 +145,13 @@ def _write_experts(file: ResumableFile, weight: Weight, checkpoint: WeightReader
     bounds: Sequence[int] = segment_bounds(-(-weight.shape[-1] // BLOCK))
     scales, input_scales, places = [], [], []
     for expert in range(weight.experts):
-        linear = checkpoint.linear(weight.modules_of(expert))
+        modules = weight.modules_of(expert)
+        linear = checkpoint.stored_linear(modules)
         bounds = linear.segment_bounds or bounds
-        if isinstance(linear.weight, QuantizedTensor):
-            scales.append(float(linear.weight.global_scale))
+        if linear.global_scale is not None:
+            scales.append(linear.global_scale)
             input_scales.append(_input_scale(weight, linear.input_scale))
-            places.append(_append(file, nvfp4_cpu.pack(linear.weight)))
-        else:
-            places.append(_append(file, dense_cpu.pack(linear.weight)))
+        places.append(_append_linear(file, linear, modules, checkpoint))
     entry = {
         "offset": places[0]["offset"],
         "bytes": sum(place["bytes"] for place in places),
@@ -172,7 +171,7 @@ def _write_heads(file: ResumableFile, weight: Weight, checkpoint: WeightReader) 
     places = []
     for head in torch.split(linear.weight, keys + values):
         for matrix in (head[:keys].T.contiguous(), head[keys:].contiguous()):
-            places.append(_append(file, dense_cpu.pack(matrix)))
+            places.append(append_rows(file, dense_cpu.DenseRows([matrix])))
     entry = {"offset": places[0]["offset"], "bytes": sum(place["bytes"] for place in places)}
     return entry | {"kind": "dense", "dtype": weight.dtype}
 
@@ -188,8 +187,18 @@ def _input_scale(weight: Weight, stored: torch.Tensor | None) -> float:
     return float(stored)
 
 
+def _append_linear(
+    file: ResumableFile, linear: StoredLinear, modules: Sequence[str], checkpoint: WeightReader
+) -> dict[str, int]:
+    try:
+        return append_linear(file, linear)
+    except ValueError:
+        checkpoint.linear(modules)  # reads it again, and names the tensor at fault
+        raise
+
+
 def _append(file: ResumableFile, data: np.ndarray[Any, Any]) -> dict[str, int]:
-    file.write(b"\0" * (-file.tell() % ALIGNMENT))
+    align(file)
     offset = file.tell()
     file.write(np.ascontiguousarray(data).data)
     return {"offset": offset, "bytes": data.nbytes}
@@ -438,7 +447,7 @@ def _lower_op(network: Network, op: Op, plan: _Plan, names: list[str]) -> dict[s
         lowered["kind"] = {"key": "head_keys", "value": "head_values"}[op.attrs["part"]]
     elif op.kind == "route":
         lowered["routing"] = plan.routing(op)
-    elif op.kind == "experts_up":
+    elif op.kind in ("experts_linear", "experts_scale", "experts_up"):
         lowered["heads"] = op.attrs["slots"]
     elif op.kind == "gated_delta_net":
         lowered["heads"] = int(network.tensors[op.inputs[1]].shape[1])  # the keys'

@@ -99,12 +99,16 @@ def vocabulary_bounds(size: int, ranks: int) -> list[int]:
 
 # Ops that run on a rank's own heads or features as they do on all of them.
 ON_PARTS = frozenset(
-    {"causal_conv", "concat", "experts_down", "gated_delta_net", "head_linear", "kv_append"}
-    | {"latent_attention", "linear", "reshape", "rms_norm", "rotary_embedding", "scale"}
-    | {"sigmoid_mul", "silu_mul", "split", "tree_attention"}
+    {"add", "causal_conv", "concat", "experts_down", "experts_linear", "experts_scale"}
+    | {"experts_up", "gated_delta_net", "head_linear", "kv_append", "latent_attention"}
+    | {"linear", "reshape", "rms_norm", "rotary_embedding", "scale", "sigmoid_mul"}
+    | {"silu_mul", "split", "tree_attention"}
 )
 # Ops whose results are laid out by the heads that their operands are.
-_LAID_OUT_ALIKE = frozenset({"concat", "reshape", "split"})
+_LAID_OUT_ALIKE = frozenset({"add", "concat", "reshape", "split"})
+# Ops whose first operand alone tells whether they run on a part: no rank has the weights of
+# experts in part, and what factors add to experts_up is divided as its result is.
+ROUTED = frozenset({"experts_down", "experts_linear", "experts_scale", "experts_up"})
 
 
 @dataclass(frozen=True)
@@ -143,10 +147,12 @@ class Division:
         self.network = network
         self.shard = shard
         self._producers = {name: op for op in network.ops for name in op.outputs}
+        # By tensor, the kinds of ops that read it; of what is added, those that read the sum.
         readers: dict[str, set[str]] = {}
-        for op in network.ops:
+        for op in reversed(network.ops):
             for name in op.inputs:
-                readers.setdefault(name, set()).add(op.kind)
+                kinds = readers.get(op.outputs[0], set()) if op.kind == "add" else {op.kind}
+                readers.setdefault(name, set()).update(kinds)
         self.uses: dict[str, Use] = {}
         for op in network.ops:
             parallel = op.attrs.get("parallel")
@@ -158,6 +164,9 @@ class Division:
             op.inputs[0]: op.outputs
             for op in network.ops
             if op.kind == "split" and len(network.tensors[op.inputs[0]].shape) == 2
+        }
+        self._sums = {
+            name: op.outputs[0] for op in network.ops if op.kind == "add" for name in op.inputs
         }
         self.kv_heads: dict[str, int] = {}
         self.heads: dict[str, int] = {}
@@ -192,7 +201,10 @@ class Division:
         Raises:
             NetworkError: it does not divide, or not at the ends of heads.
         """
-        in_slots = op.kind == "scale" and len(tensor.shape) == 3
+        if op.kind == "experts_linear":
+            parts = self.rows(self.network.weights[op.weights[0]])
+            return Tensor(tensor.name, (*tensor.shape[:2], sum(map(len, parts))), tensor.dtype)
+        in_slots = op.kind in ("scale", "experts_scale") and len(tensor.shape) == 3
         if op.kind == "experts_up" or in_slots:  # [rows, slots, intermediate]
             *axes, features = tensor.shape
             part = self.shard.features(int(features), f"{tensor.name}: intermediate")
@@ -213,6 +225,8 @@ class Division:
         heads, head_dim]."""
         _, whole, *rest = self._shape(name)
         total = int(whole)
+        if name in self._sums:
+            return self.extent(self._sums[name])
         if name in self.kv_heads:
             heads = self.kv_heads[name]
             return total // heads * len(self.shard.kv_heads(heads, f"{name}: KV heads"))
@@ -257,23 +271,23 @@ class Division:
 
     def _follow(self, name: str, heads: int) -> None:
         """From the cache back to the projection."""
-        module = 0
         while (op := self._producers.get(name)) is not None:
             self.kv_heads[name] = heads
-            if op.kind == "linear":
-                weight = self.network.weights[op.weights[0]]
-                self.modules[weight.owner, weight.modules[module]] = Heads(heads, shared=True)
-                return
-            if op.kind == "split":
-                module = op.outputs.index(name)
-                (name,) = op.inputs
-                linear = self._producers[name]
-                if linear.kind != "linear":
-                    return
-                weight = self.network.weights[linear.weights[0]]
-                self.modules[weight.owner, weight.modules[module]] = Heads(heads, shared=True)
+            if op.kind in ("linear", "split", "add"):
+                module = op.outputs.index(name) if op.kind == "split" else 0
+                self._note_projections(op.inputs[0] if op.kind == "split" else name, module, heads)
                 return
             name = op.inputs[0]
+
+    def _note_projections(self, name: str, module: int, heads: int) -> None:
+        """Of the linears whose result ``name`` is, or whose sum."""
+        op = self._producers[name]
+        if op.kind == "add":
+            for part in op.inputs:
+                self._note_projections(part, module, heads)
+        elif op.kind == "linear":
+            weight = self.network.weights[op.weights[0]]
+            self.modules[weight.owner, weight.modules[module]] = Heads(heads, shared=True)
 
     def _shape(self, name: str) -> tuple[Dim, ...]:
         return self.network.tensors[name].shape

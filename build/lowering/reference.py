@@ -159,8 +159,18 @@ def _route(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Ope
     return [moe.route(x[0], Routing(**op.attrs), bias)]
 
 
+def _experts_scale(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    vectors = net.dense(op).reshape(x[1].shape[1], -1)
+    return [net.round(moe.experts_scale(x[0].double(), x[1], vectors, op.attrs["slots"]))]
+
+
 def _experts_up(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
-    return [moe.experts_up(x[0], x[1], net.experts(op), op.attrs["slots"])]
+    added = x[2] if len(x) > 2 else None
+    return [moe.experts_up(x[0], x[1], net.experts(op), op.attrs["slots"], added)]
+
+
+def _experts_linear(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
+    return [moe.experts_linear(x[0], x[1], net.experts(op), op.attrs["slots"])]
 
 
 def _experts_down(net: ReferenceNetwork, op: Op, x: Operands, step: StepContext) -> Operands:
@@ -340,6 +350,8 @@ _OPS: dict[str, OpFunction] = {
     "concat": _concat,
     "embedding": _embedding,
     "experts_down": _experts_down,
+    "experts_linear": _experts_linear,
+    "experts_scale": _experts_scale,
     "experts_up": _experts_up,
     "gated_delta_net": _gated_delta_net,
     "gather_rows": _gather_rows,

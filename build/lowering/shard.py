@@ -10,14 +10,15 @@ drafter is divided like the target.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 
-from trtree.build.checkpoint import LinearWeight
+from trtree.build.checkpoint import LinearWeight, StoredLinear
 from trtree.build.lowering.division import (
     ON_PARTS,
+    ROUTED,
     SEGMENTS,
     Division,
     Heads,
@@ -213,35 +214,46 @@ class _PartReader:
 
     def linear(self, modules: Sequence[str]) -> LinearWeight:
         linear = self.checkpoint.linear(modules)
+        cut = self._cut(StoredLinear.of(linear), modules)
+        weight: torch.Tensor | QuantizedTensor
+        if isinstance(linear.weight, QuantizedTensor):
+            weight = linear.weight._replace(
+                codes=torch.cat([part.codes for part in cut.coded]),
+                block_scale=torch.cat([part.block_scale for part in cut.coded]),
+            )
+        else:
+            weight = torch.cat(cut.dense)
+        return replace(linear, weight=weight, bias=cut.bias, segment_bounds=cut.segment_bounds)
+
+    def stored_linear(self, modules: Sequence[str]) -> StoredLinear:
+        return self._cut(self.checkpoint.stored_linear(modules), modules)
+
+    def _cut(self, linear: StoredLinear, modules: Sequence[str]) -> StoredLinear:
+        """Views of the rank's part."""
         part = self.parts[self.owner, tuple(modules)]
         if part.columns is not None:
             return self._columns(linear, part.columns, modules[0])
         if part.rows is None:
             return linear
-        rows = part.indices()
-        weight: torch.Tensor | QuantizedTensor
-        if isinstance(linear.weight, QuantizedTensor):
-            weight = linear.weight._replace(
-                codes=linear.weight.codes[rows],
-                block_scale=_indexed(linear.weight.block_scale, rows),
-            )
-        else:
-            weight = linear.weight[rows]
-        bias = None if linear.bias is None else linear.bias[rows]
-        return replace(linear, weight=weight, bias=bias)
+        ranges = list(chain(*part.rows))
+        codes = _row_parts([coded.codes for coded in linear.coded], ranges)
+        scales = _row_parts([coded.block_scale for coded in linear.coded], ranges)
+        return replace(
+            linear,
+            coded=tuple(
+                linear.coded[0]._replace(codes=c, block_scale=s)
+                for c, s in zip(codes, scales, strict=True)
+            ),
+            dense=tuple(_row_parts(linear.dense, ranges)),
+            bias=None if linear.bias is None else linear.bias[part.indices()],
+        )
 
-    def _columns(self, linear: LinearWeight, columns: range, module: str) -> LinearWeight:
-        weight: torch.Tensor | QuantizedTensor
+    def _columns(self, linear: StoredLinear, columns: range, module: str) -> StoredLinear:
         first, end = columns.start // BLOCK, columns.stop // BLOCK
-        if isinstance(linear.weight, QuantizedTensor):
-            blocks = linear.weight.block_scale.shape[1]
-            weight = linear.weight._replace(
-                codes=linear.weight.codes[:, columns.start // 2 : columns.stop // 2],
-                block_scale=linear.weight.block_scale[:, first:end],
-            )
+        if linear.coded:
+            blocks = linear.coded[0].block_scale.shape[1]
         else:
-            blocks = linear.weight.shape[1] // BLOCK
-            weight = linear.weight[:, columns.start : columns.stop]
+            blocks = linear.dense[0].shape[1] // BLOCK
         bounds = linear.segment_bounds or segment_bounds(blocks)
         per_rank = SEGMENTS // self.shard.size
         own = bounds[self.shard.rank * per_rank : (self.shard.rank + 1) * per_rank + 1]
@@ -250,12 +262,29 @@ class _PartReader:
                 f"{module}: the segments of K end at blocks {list(bounds)}; a rank's part from "
                 f"block {first} to {end} does not begin and end with one"
             )
-        return replace(linear, weight=weight, segment_bounds=tuple(b - first for b in own))
+        return replace(
+            linear,
+            coded=tuple(
+                part._replace(
+                    codes=part.codes[:, columns.start // 2 : columns.stop // 2],
+                    block_scale=part.block_scale[:, first:end],
+                )
+                for part in linear.coded
+            ),
+            dense=tuple(part[:, columns.start : columns.stop] for part in linear.dense),
+            segment_bounds=tuple(bound - first for bound in own),
+        )
 
 
-def _indexed(scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of an e4m3 tensor, which torch does not index on every device."""
-    return scales.view(torch.uint8)[rows].view(scales.dtype)
+def _row_parts(matrices: Sequence[torch.Tensor], ranges: Sequence[range]) -> list[torch.Tensor]:
+    """The ranges' rows of matrices that follow one another, as views of each."""
+    starts = list(accumulate(map(len, matrices), initial=0))
+    return [
+        matrix[max(rows.start - start, 0) : rows.stop - start]
+        for rows in ranges
+        for matrix, start in zip(matrices, starts[:-1], strict=True)
+        if rows.start < start + len(matrix) and start < rows.stop
+    ]
 
 
 # Networks
@@ -280,14 +309,15 @@ class _NetworkShard:
 
     def _add(self, op: Op) -> None:
         # Every rank knows of every row which experts it goes to.
-        operands = op.inputs[:1] if op.kind == "experts_down" else op.inputs
+        operands = op.inputs[:1] if op.kind in ROUTED else op.inputs
         divided = [
             name in self._divided for name in operands if self._whole.tensors[name].dtype != "int32"
         ]
         use = self._division.uses[op.name]
         if any(divided) and not (all(divided) and op.kind in ON_PARTS):
             raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
-        if op.kind in ("linear", "experts_down") and any(divided) != (use == "row"):
+        by_columns = op.kind in ("linear", "experts_down", "experts_linear")
+        if by_columns and any(divided) != (use == "row"):
             raise NetworkError(
                 f"{op.name}: its input is {'divided' if any(divided) else 'whole'}, but it is "
                 f"{'row' if use == 'row' else 'not row'}-parallel"

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from trtree.build.checkpoint import LinearWeight
+from trtree.build.checkpoint import LinearWeight, StoredLinear
 from trtree.build.network.network import Network, Owner, Weight, tensor_name
 from trtree.plugins.nvfp4_linear.format import QuantizedTensor, dequantize
 
@@ -19,6 +19,7 @@ class WeightReader(Protocol):
 
     def tensor(self, tensor_name: str) -> torch.Tensor: ...
     def linear(self, modules: Sequence[str]) -> LinearWeight: ...
+    def stored_linear(self, modules: Sequence[str]) -> StoredLinear: ...
 
 
 class View(NamedTuple):

@@ -24,7 +24,9 @@ def read_routing(
     try:
         return Routing(experts, top_k, scores, normalize, scale, groups, top_groups)
     except ValueError as error:
-        raise NetworkError(f"config.json: {error}") from None
+        keys = f"num_experts_per_tok {top_k}"
+        keys += f", n_group {groups} and topk_group {top_groups}" if groups > 1 else ""
+        raise NetworkError(f"config.json: {error}; correct {keys}") from None
 
 
 def sparse_mlp(

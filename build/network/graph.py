@@ -12,9 +12,24 @@ from trtree.build.network.graph_core import Rows
 from trtree.build.network.latent_ops import LatentOps
 from trtree.build.network.linear_ops import LinearOps
 from trtree.build.network.row_ops import RowOps
-from trtree.build.network.weight_source import KvScales, Parallel, WeightInfo, WeightSource
+from trtree.build.network.weight_source import (
+    KvScales,
+    LowRank,
+    Parallel,
+    WeightInfo,
+    WeightSource,
+)
 
-__all__ = ["OP_KINDS", "Graph", "KvScales", "Parallel", "Rows", "WeightInfo", "WeightSource"]
+__all__ = [
+    "OP_KINDS",
+    "Graph",
+    "KvScales",
+    "LowRank",
+    "Parallel",
+    "Rows",
+    "WeightInfo",
+    "WeightSource",
+]
 
 # Every op a lowering has to implement.
 OP_KINDS = frozenset(
@@ -25,6 +40,8 @@ OP_KINDS = frozenset(
         "concat",
         "embedding",
         "experts_down",
+        "experts_linear",
+        "experts_scale",
         "experts_up",
         "gated_delta_net",
         "gather_rows",

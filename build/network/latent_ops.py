@@ -140,8 +140,12 @@ class LatentOps(GraphCore):
         size = heads * sum(head_sizes)
         (info,) = self._checked_infos([module], [size], latent, self._owner)
         path = self._path(module)
-        if info.has_bias or info.pre_quant_scale:
-            what = "a bias" if info.has_bias else "a pre_quant_scale"
+        unfit = {
+            "a bias": info.has_bias,
+            "a pre_quant_scale": info.pre_quant_scale is not None,
+            "a weight with low-rank factors": info.low_rank is not None,
+        }
+        if what := next((name for name, found in unfit.items() if found), None):
             raise NetworkError(f"{path}: {what} is not supported in a linear of heads")
         if info.kind == "nvfp4":
             dtype = self.network.dtype

@@ -1,10 +1,11 @@
 """The vocabulary: embeddings, linears and norms."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trtree.build.network.graph_core import GraphCore, static
-from trtree.build.network.network import DType, Owner, Tensor
-from trtree.build.network.weight_source import KeyHeads, Parallel
+from trtree.build.network.network import DType, NetworkError, Owner, Tensor, Weight
+from trtree.build.network.weight_source import KeyHeads, LowRank, Parallel
 
 
 class LinearOps(GraphCore):
@@ -88,14 +89,52 @@ class LinearOps(GraphCore):
         key_heads: KeyHeads | None = None,
     ) -> Tensor:
         in_features = static(x.shape[-1], f"{name}: in_features")
-        infos = self._infos(modules, sizes, in_features, owner or self._owner)
-        if infos[0].pre_quant_scale:
+        info, *_ = self._infos(modules, sizes, in_features, owner or self._owner)
+        if info.pre_quant_scale:
             x = self._scale(modules[0], x, in_features, owner, parallel)
         weight = self._weight(modules, sizes, in_features, owner)
-        shape = (*x.shape[:-1], sum(sizes))
-        given = {"parallel": parallel, "dtype": dtype}
-        attrs = {key: value for key, value in given.items() if value}
-        attrs |= key_heads.attrs() if key_heads else {}
+        attrs = key_heads.attrs() if key_heads else {}
+        attrs |= {"parallel": parallel} if parallel else {}
+        y = self._product(name, x, weight, attrs, dtype)
+        if info.low_rank is None:
+            return y
+        if dtype is not None:
+            raise NetworkError(f"{self._path(name)}: low-rank factors beside {dtype} results")
+        return self._with_low_rank(name, y, x, modules, sizes, owner, attrs, info.low_rank)
+
+    def _with_low_rank(
+        self,
+        name: str,
+        y: Tensor,
+        x: Tensor,
+        modules: Sequence[str],
+        sizes: Sequence[int],
+        owner: Owner | None,
+        attrs: Mapping[str, Any],
+        low_rank: LowRank,
+    ) -> Tensor:
+        """y + B (A x). Ranks divide what they divide of y's linear: where that has their rows,
+        so has B; where it has their columns, so has A, whose few results they sum."""
+        in_features = static(x.shape[-1], f"{name}: in_features")
+        down, up = (f"{name}.svdquant_lora_{factor}" for factor in "ab")
+        a = self._weight([f"{modules[0]}.svdquant_lora_a"], [low_rank.rank], in_features, owner)
+        b = self._weight([f"{m}.svdquant_lora_b" for m in modules], sizes, low_rank.rank, owner)
+        by_rows = attrs.get("parallel") == "row"
+        middle = self._product(down, x, a, attrs if by_rows else {})
+        added = self._product(up, middle, b, {} if by_rows else attrs)
+        return self._op("add", f"{name}.low_rank", [y, added], [y.shape])[0]
+
+    def _product(
+        self,
+        name: str,
+        x: Tensor,
+        weight: Weight,
+        attrs: Mapping[str, Any],
+        dtype: DType | None = None,
+    ) -> Tensor:
+        shape = (*x.shape[:-1], weight.shape[0])
         dtypes = [dtype or self.network.dtype]
-        (y,) = self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)
-        return y
+        attrs = {**attrs, "dtype": dtype} if dtype else attrs
+        return self._op("linear", name, [x], [shape], dtypes=dtypes, weights=[weight], attrs=attrs)[
+            0
+        ]

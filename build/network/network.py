@@ -83,7 +83,10 @@ class Weight:
 _WEIGHT_TUPLES = ("modules", "shape", "out_sizes", "head_sizes")
 
 # Parameters that are tensors by themselves, not the ``weight`` of a module.
-_PARAMETERS = ("A_log", ".bias", "dt_bias", "e_score_correction_bias", "d2t", "pre_quant_scale")
+_PARAMETERS = (
+    *("A_log", ".bias", "dt_bias", "e_score_correction_bias", "d2t", "pre_quant_scale"),
+    *("svdquant_lora_a", "svdquant_lora_b"),
+)
 
 
 def tensor_name(module: str) -> str:

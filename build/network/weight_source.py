@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from trtree.build.network.network import Activations, Owner, WeightKind
 
@@ -28,11 +28,23 @@ class KeyHeads:
         return {"parallel": "column", "key_heads": self.count, "parts": list(self.parts)}
 
 
+class LowRank(NamedTuple):
+    """Factors whose product is added to a weight (SVDQuant): y = W x + B (A x).
+
+    A is [rank, in_features]; modules that share A have the same ``digest``.
+    """
+
+    rank: int
+    digest: str
+
+
 @dataclass(frozen=True)
 class WeightInfo:
-    """What a weight source knows of a module from headers or configuration alone.
+    """What a weight source knows of a module before its weight is read.
 
-    shape is [out_features, in_features], or [features] for a vector.
+    shape is [out_features, in_features], or [features] for a vector. pre_quant_scale: a
+    digest of the vector that the module's input is multiplied by first. low_rank: what the
+    weight's factors are, which take that input too.
     """
 
     kind: WeightKind
@@ -40,15 +52,22 @@ class WeightInfo:
     dtype: str
     has_bias: bool = False
     activations: Activations | None = None  # None for dense weights
-    pre_quant_scale: bool = False  # the input is multiplied by the module's own vector first
+    pre_quant_scale: str | None = None
+    low_rank: LowRank | None = None
 
     def fuses_with(self, other: "WeightInfo") -> bool:
-        """Whether both can be rows of one weight, whatever scales their inputs."""
-        return self.is_like(other) and not self.pre_quant_scale
+        """Whether both can be rows of one weight, which takes one input."""
+        return replace(self, shape=other.shape) == other
 
     def is_like(self, other: "WeightInfo") -> bool:
-        """Whether both are the same but for their shape."""
-        return replace(self, shape=other.shape) == other
+        """Whether both are the same but for their shape and for the values of what scales their
+        inputs, or adds to their weights."""
+        return _kind(self) == _kind(other)
+
+
+def _kind(info: WeightInfo) -> WeightInfo:
+    low_rank = info.low_rank and info.low_rank._replace(digest="")
+    return replace(info, shape=(), pre_quant_scale=None, low_rank=low_rank)
 
 
 class WeightSource(Protocol):

@@ -8,7 +8,7 @@ import torch
 from trtree.plugins.branch_cases import ROWS, SHAPES, make_segments, path_to
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.causal_conv.reference import causal_conv
-from trtree.plugins.tree_attention.cases import assert_rounded
+from trtree.plugins.tree_attention.cases import assert_rounded, normal_values
 
 TOLERANCE = 2e-6
 
@@ -59,14 +59,11 @@ def conv_cases() -> list[ConvCase]:
 def make_inputs(case: ConvCase) -> ConvCaseInputs:
     generator = torch.Generator().manual_seed(sum(case.rows) + case.channels)
     segments = make_segments(case.rows, case.shape, seed=sum(case.rows))
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
+    randn = normal_values(generator, case.dtype)
     return ConvCaseInputs(
-        randn(sum(case.rows), case.channels).to(case.dtype),
-        randn(case.channels, case.kernel),
-        randn(len(segments) + 1, case.kernel - 1, case.channels).to(case.dtype),
+        randn(sum(case.rows), case.channels),
+        torch.randn(case.channels, case.kernel, generator=generator),
+        randn(len(segments) + 1, case.kernel - 1, case.channels),
         segments,
     )
 

@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from trtree.plugins.branch_device import BranchTables
+from trtree.plugins.branch_tables import BranchTables
 from trtree.plugins.causal_conv import tiles
 from trtree.plugins.causal_conv.kernels.conv import causal_conv_commit_kernel, causal_conv_kernel
 

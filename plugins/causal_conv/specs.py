@@ -1,5 +1,7 @@
 """The kernels as they are compiled ahead of time."""
 
+from dataclasses import dataclass
+
 import torch
 
 from trtree.plugins.causal_conv import tiles
@@ -9,8 +11,20 @@ from trtree.plugins.tree_attention.aot import KernelSpec
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def conv_spec(kernel: int, dtype: torch.dtype = torch.bfloat16) -> KernelSpec:
-    x = f"*{TRITON_TYPES[dtype]}"
+@dataclass(frozen=True)
+class ConvLayer:
+    """What a layer's kernels are specialized to. kernel: a row's inputs, its own among them."""
+
+    kernel: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def pointer(self) -> str:
+        return f"*{TRITON_TYPES[self.dtype]}"
+
+
+def conv_spec(layer: ConvLayer) -> KernelSpec:
+    x = layer.pointer
     return KernelSpec(
         "causal_conv",
         causal_conv_kernel,
@@ -22,12 +36,12 @@ def conv_spec(kernel: int, dtype: torch.dtype = torch.bfloat16) -> KernelSpec:
             **dict.fromkeys(("rows", "channels", "x_stride"), "i32"),
             "out": x,
         },
-        {"KERNEL": kernel, "BLOCK": tiles.ROWS, "BLOCK_C": tiles.CHANNELS},
+        {"KERNEL": layer.kernel, "BLOCK": tiles.ROWS, "BLOCK_C": tiles.CHANNELS},
     )
 
 
-def commit_spec(kernel: int, dtype: torch.dtype = torch.bfloat16) -> KernelSpec:
-    x = f"*{TRITON_TYPES[dtype]}"
+def commit_spec(layer: ConvLayer) -> KernelSpec:
+    x = layer.pointer
     return KernelSpec(
         "causal_conv_commit",
         causal_conv_commit_kernel,
@@ -37,5 +51,5 @@ def commit_spec(kernel: int, dtype: torch.dtype = torch.bfloat16) -> KernelSpec:
             **dict.fromkeys(("channels", "x_stride", "max_accepted"), "i32"),
             "window": x,
         },
-        {"KERNEL": kernel, "BLOCK_C": tiles.COMMIT_CHANNELS},
+        {"KERNEL": layer.kernel, "BLOCK_C": tiles.COMMIT_CHANNELS},
     )

@@ -64,28 +64,20 @@ TopK rank(const Input<float, 2>& logits, int32_t top_k, int32_t num_threads) {
   return out;
 }
 
-}  // namespace
+// A read-only view of one of the tree's vectors.
+template <typename T>
+auto view_of(std::vector<T> ddtree::Tree::*member) {
+  return [member](nb::handle_t<ddtree::Tree> self) {
+    return view(nb::cast<const ddtree::Tree&>(self).*member, self);
+  };
+}
 
-void bind_ddtree(nb::module_& parent) {
-  nb::module_ m = parent.def_submodule("ddtree", "Draft trees; see plugins/ddtree/README.md.");
-
+void bind_tree(nb::module_& m) {
   nb::class_<ddtree::Tree>(m, "Tree")
-      .def_prop_ro("token_ids",
-                   [](nb::handle_t<ddtree::Tree> self) {
-                     return view(nb::cast<const ddtree::Tree&>(self).token_ids, self);
-                   })
-      .def_prop_ro("depths",
-                   [](nb::handle_t<ddtree::Tree> self) {
-                     return view(nb::cast<const ddtree::Tree&>(self).depths, self);
-                   })
-      .def_prop_ro("parents",
-                   [](nb::handle_t<ddtree::Tree> self) {
-                     return view(nb::cast<const ddtree::Tree&>(self).parents, self);
-                   })
-      .def_prop_ro("log_probs",
-                   [](nb::handle_t<ddtree::Tree> self) {
-                     return view(nb::cast<const ddtree::Tree&>(self).log_probs, self);
-                   })
+      .def_prop_ro("token_ids", view_of(&ddtree::Tree::token_ids))
+      .def_prop_ro("depths", view_of(&ddtree::Tree::depths))
+      .def_prop_ro("parents", view_of(&ddtree::Tree::parents))
+      .def_prop_ro("log_probs", view_of(&ddtree::Tree::log_probs))
       .def(
           "first",
           [](ddtree::Tree tree, int32_t nodes) {
@@ -106,7 +98,9 @@ void bind_ddtree(nb::module_& parent) {
             return std::pair(array(std::move(walk.accepted), {n}), walk.bonus);
           },
           "choices"_a);
+}
 
+void bind_top_k(nb::module_& m) {
   m.def(
       "top_k_log_probs",
       [](const Input<float, 2>& logits, int32_t top_k, int32_t num_threads) {
@@ -122,6 +116,21 @@ void bind_ddtree(nb::module_& parent) {
       },
       "logits"_a, "top_k"_a, "num_threads"_a);
 
+  m.def(
+      "scan_row",
+      [](const Input<float, 1>& logits) {
+        std::vector<std::pair<std::string, std::pair<float, double>>> results;
+        std::vector<float> chunk_max(logits.size() / ddtree::kChunk + 1);
+        for (const auto& kernel : ddtree::scan_kernels()) {
+          const auto row = kernel.scan(logits.data(), extent(logits, 0), chunk_max.data());
+          results.push_back({kernel.name, {row.max, row.sum}});
+        }
+        return results;
+      },
+      "logits"_a, "(name, (max, sum)) by each kernel that this processor can run.");
+}
+
+void bind_builders(nb::module_& m) {
   m.def(
       "build_tree",
       [](const Input<float, 2>& logits, int32_t budget, int32_t top_k, int32_t num_threads,
@@ -154,19 +163,15 @@ void bind_ddtree(nb::module_& parent) {
                                    extent(token_ids, 1));
       },
       "choices"_a, "token_ids"_a);
+}
 
-  m.def(
-      "scan_row",
-      [](const Input<float, 1>& logits) {
-        std::vector<std::pair<std::string, std::pair<float, double>>> results;
-        std::vector<float> chunk_max(logits.size() / ddtree::kChunk + 1);
-        for (const auto& kernel : ddtree::scan_kernels()) {
-          const auto row = kernel.scan(logits.data(), extent(logits, 0), chunk_max.data());
-          results.push_back({kernel.name, {row.max, row.sum}});
-        }
-        return results;
-      },
-      "logits"_a, "(name, (max, sum)) by each kernel that this processor can run.");
+}  // namespace
+
+void bind_ddtree(nb::module_& parent) {
+  nb::module_ m = parent.def_submodule("ddtree", "Draft trees; see plugins/ddtree/README.md.");
+  bind_tree(m);
+  bind_top_k(m);
+  bind_builders(m);
 }
 
 }  // namespace trtree

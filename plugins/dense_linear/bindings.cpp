@@ -12,20 +12,22 @@ namespace {
 using bindings::InputArray;
 using bindings::OutputArray;
 
-// `weight` holds the bytes of [O, K].
-OutputArray<uint8_t> pack(const InputArray<uint8_t, 2>& weight, const std::string& dtype_name) {
+// Both release the GIL: a build packs and writes at the same time.
+bool pack(const bindings::Parts& weight, const std::string& dtype_name, int64_t in_features,
+          int64_t first, int64_t end, const bindings::PackedArray& packed, const std::string& isa) {
   const dense::DType dtype = dense::dtype_from_name(dtype_name);
-  const int64_t out_features = weight.shape(0);
-  const int64_t in_features = weight.shape(1) / dense::element_size(dtype);
-  const size_t size = dense::packed_size(out_features, in_features, dtype);
-  auto packed = bindings::new_array<uint8_t>({size});
-  const auto from = bindings::span(weight);
+  const auto rows = bindings::stored_rows(weight, in_features * dense::element_size(dtype));
   const auto to = bindings::span(packed);
-  {
-    const nb::gil_scoped_release release;  // a build packs and writes at the same time
-    dense::pack(from, out_features, in_features, dtype, to);
-  }
-  return packed;
+  const nb::gil_scoped_release release;
+  return dense::pack(rows, in_features, dtype, first, end, to, isa_from_name(isa));
+}
+
+float largest_magnitude(const bindings::Parts& weight, const std::string& dtype_name,
+                        int64_t in_features) {
+  const dense::DType dtype = dense::dtype_from_name(dtype_name);
+  const auto rows = bindings::stored_rows(weight, in_features * dense::element_size(dtype));
+  const nb::gil_scoped_release release;
+  return dense::largest_magnitude(rows, in_features, dtype);
 }
 
 OutputArray<float> linear(const InputArray<uint8_t, 1>& packed, const std::string& dtype,
@@ -76,7 +78,9 @@ void bind_dense_linear(nb::module_& parent) {
         return dense::packed_size(out_features, in_features, dense::dtype_from_name(dtype));
       },
       "out_features"_a, "in_features"_a, "dtype"_a);
-  m.def("pack", &pack, "weight"_a, "dtype"_a);
+  m.def("pack", &pack, "weight"_a, "dtype"_a, "in_features"_a, "first"_a, "end"_a, "packed"_a,
+        "isa"_a);
+  m.def("largest_magnitude", &largest_magnitude, "weight"_a, "dtype"_a, "in_features"_a);
   m.def("linear", &linear, "packed"_a, "dtype"_a, "x"_a, "out_features"_a, "bias"_a.none(),
         "bounds"_a.none(), "partial_sums"_a, "parallel"_a, "isa"_a);
   m.def("unpack_row", &unpack_row, "packed"_a, "dtype"_a, "out_features"_a, "in_features"_a,

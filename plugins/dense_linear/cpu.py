@@ -5,6 +5,7 @@ the arithmetic and the packed layout.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import trtree._core as _core
 
 FloatArray = npt.NDArray[np.float32]
 
+ALIGNMENT = 64  # of packed weights, in bytes
 _SERIAL = _core.Serial()
 
 
@@ -21,11 +23,72 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def pack(weight: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """A weight [O, K], bf16, fp16 or float32 -> uint8 [bytes], to be stored and
-    memory-mapped at multiples of 64. ValueError for any other dtype."""
-    data = weight.contiguous().view(torch.uint8).numpy()
-    packed: npt.NDArray[np.uint8] = _core.dense_linear.pack(data, _name(weight.dtype))
+class Rows(Protocol):
+    """A weight [O, K] to be packed some rows at a time."""
+
+    shape: tuple[int, int]
+
+    def packed_size(self, first: int, end: int) -> int:
+        """Bytes of these rows."""
+        ...
+
+    def pack(self, first: int, end: int, packed: npt.NDArray[np.uint8]) -> None:
+        """Rows ``first`` to ``end`` into uint8 [packed_size]; both are multiples of 16, but for
+        the weight's end. Raises ValueError if a number is not one to be packed."""
+        ...
+
+
+class DenseRows:
+    """A weight in parts that follow one another along O.
+
+    Args:
+        parts: [O, K] each, bf16, fp16 or float32, of one K and dtype; each row contiguous.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor], *, isa: str = "") -> None:
+        self.shape = (sum(len(part) for part in parts), parts[0].shape[1])
+        self.dtype = _name(parts[0].dtype)
+        self.parts = [part.view(torch.uint8).numpy() for part in parts]
+        self._isa = isa
+
+    def packed_size(self, first: int, end: int) -> int:
+        """Bytes of these rows."""
+        return int(_core.dense_linear.packed_size(end - first, self.shape[1], self.dtype))
+
+    def pack(self, first: int, end: int, packed: npt.NDArray[np.uint8]) -> None:
+        """As ``Rows.pack``; ValueError for NaN, infinity and dtypes not named above."""
+        if not self.pack_any(first, end, packed):
+            rows, k = self.shape
+            raise ValueError(
+                f"dense weight [{rows}, {k}]: rows {first} to {end} have numbers that are NaN or "
+                "infinite"
+            )
+
+    def pack_any(self, first: int, end: int, packed: npt.NDArray[np.uint8]) -> bool:
+        """The same of any numbers; returns whether all are finite."""
+        finite: bool = _core.dense_linear.pack(
+            self.parts, self.dtype, self.shape[1], first, end, packed, self._isa
+        )
+        return finite
+
+    def largest_magnitude(self) -> float:
+        """Infinity or NaN if there is one."""
+        return float(_core.dense_linear.largest_magnitude(self.parts, self.dtype, self.shape[1]))
+
+
+def aligned(size: int) -> npt.NDArray[np.uint8]:
+    """Memory at a multiple of 64, as kernels want packed weights; its bytes are not set."""
+    room = np.empty(size + ALIGNMENT - 1, dtype=np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + size]
+
+
+def pack(weight: torch.Tensor, *, isa: str = "") -> npt.NDArray[np.uint8]:
+    """A weight [O, K], bf16, fp16 or float32, of any numbers -> uint8 [bytes], to be stored
+    and memory-mapped at multiples of 64. ValueError for any other dtype."""
+    rows = DenseRows([weight.contiguous()], isa=isa)
+    packed = aligned(rows.packed_size(0, len(weight)))
+    rows.pack_any(0, len(weight), packed)
     return packed
 
 

@@ -4,7 +4,9 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "plugins/clones.hpp"
 #include "plugins/dense_linear/element.hpp"
 #include "plugins/dense_linear/kernels.hpp"
 
@@ -36,15 +38,38 @@ int64_t tile_bytes(int64_t in_features, DType dtype) {
   return (bytes + kPackedAlignment - 1) / kPackedAlignment * kPackedAlignment;
 }
 
-// [columns, K] -> [K, tile's columns].
+PackKernel pack_kernel(const PackKernels& kernels, DType dtype) {
+  switch (dtype) {
+    case DType::kBf16:
+      return kernels.bf16;
+    case DType::kFp16:
+      return kernels.fp16;
+    default:
+      return kernels.float32;
+  }
+}
+
 template <typename T>
-void transpose(const uint8_t* from, int64_t columns, int64_t in_features, uint8_t* to) {
-  constexpr auto size = static_cast<int64_t>(sizeof(T));
-  for (int64_t k = 0; k < in_features; ++k) {
-    for (int64_t c = 0; c < columns; ++c) {
-      std::memcpy(to + (k * kTileColumns + c) * size, from + (c * in_features + k) * size, size);
+TRTREE_CLONES T largest_bits(const T* x, int64_t n, T magnitude) {
+  T largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const T bits = x[i] & magnitude;
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
+template <typename Element, typename T>
+float largest_of(std::span<const StoredRows> parts, int64_t in_features) {
+  constexpr T kMagnitude = static_cast<T>(~T{0}) >> 1;
+  T largest = 0;
+  for (const StoredRows& part : parts) {
+    for (int64_t r = 0; r < part.rows; ++r) {
+      const auto* row = reinterpret_cast<const T*>(part.data + r * part.stride);
+      largest = std::max(largest, largest_bits(row, in_features, kMagnitude));
     }
   }
+  return Element::load(__builtin_bit_cast(typename Element::Storage, largest));
 }
 
 template <typename Element>
@@ -76,31 +101,30 @@ int64_t packed_size(int64_t out_features, int64_t in_features, DType dtype) {
   return (out_features + kTileColumns - 1) / kTileColumns * tile_bytes(in_features, dtype);
 }
 
-void pack(std::span<const uint8_t> weight, int64_t out_features, int64_t in_features, DType dtype,
-          std::span<uint8_t> packed) {
+bool pack(std::span<const StoredRows> weight, int64_t in_features, DType dtype, int64_t first,
+          int64_t end, std::span<uint8_t> packed, Isa isa) {
   const int64_t size = element_size(dtype);
-  const int64_t expected = packed_size(out_features, in_features, dtype);
-  if (static_cast<int64_t>(packed.size()) != expected ||
-      static_cast<int64_t>(weight.size()) != out_features * in_features * size) {
-    throw std::invalid_argument("dense weight " + shape_text(out_features, in_features) + " has " +
-                                std::to_string(weight.size()) + " bytes, packed " +
-                                std::to_string(packed.size()) + "; expected " +
-                                std::to_string(out_features * in_features * size) + " and " +
-                                std::to_string(expected));
+  check_tiles("dense", weight, in_features, first, end, packed.size(),
+              packed_size(end - first, in_features, dtype));
+  const PackKernel pack_tile = pack_kernel(kernels(isa).pack, dtype);
+  const std::vector<uint8_t> zeros(in_features * size);
+  const int64_t bytes = tile_bytes(in_features, dtype);
+  const int64_t padding = bytes - kTileColumns * in_features * size;
+  bool finite = true;
+  for (int64_t o = first; o < end; o += kTileColumns) {
+    TileRows rows;
+    tile_rows(weight, o, zeros.data(), rows);
+    uint8_t* const tile = packed.data() + (o - first) / kTileColumns * bytes;
+    finite = pack_tile(rows, in_features, tile) && finite;
+    std::fill_n(tile + bytes - padding, padding, uint8_t{0});
   }
-  const int64_t tile = tile_bytes(in_features, dtype);
-  for (int64_t o = 0; o < out_features; o += kTileColumns) {
-    const int64_t columns = std::min<int64_t>(kTileColumns, out_features - o);
-    uint8_t* const to = packed.data() + o / kTileColumns * tile;
-    const uint8_t* const from = weight.data() + o * in_features * size;
-    const bool padded = columns < kTileColumns || tile != kTileColumns * in_features * size;
-    if (padded) std::fill_n(to, tile, uint8_t{0});
-    if (size == 2) {
-      transpose<uint16_t>(from, columns, in_features, to);
-    } else {
-      transpose<uint32_t>(from, columns, in_features, to);
-    }
-  }
+  return finite;
+}
+
+float largest_magnitude(std::span<const StoredRows> weight, int64_t in_features, DType dtype) {
+  return dtype == DType::kBf16   ? largest_of<Bf16, uint16_t>(weight, in_features)
+         : dtype == DType::kFp16 ? largest_of<Fp16, uint16_t>(weight, in_features)
+                                 : largest_of<Float32, uint32_t>(weight, in_features);
 }
 
 void Input::assign(const float* x, int64_t rows, int64_t k, int64_t x_stride) {

@@ -10,6 +10,7 @@
 #include "plugins/linear_input.hpp"
 #include "plugins/linear_job.hpp"
 #include "plugins/parallel.hpp"
+#include "plugins/stored_rows.hpp"
 
 namespace trtree::dense {
 
@@ -22,9 +23,15 @@ int64_t element_size(DType dtype);
 // Bytes of a packed weight [O, K]. Throws std::invalid_argument unless both are positive.
 int64_t packed_size(int64_t out_features, int64_t in_features, DType dtype);
 
-// Packs `weight`, [O, K] row-major, into `packed`, which has packed_size bytes.
-void pack(std::span<const uint8_t> weight, int64_t out_features, int64_t in_features, DType dtype,
-          std::span<uint8_t> packed);
+// Packs rows `first` to `end` of a weight, [O, K] in parts that follow one another along O;
+// they are whole tiles but for the weight's end, and `packed` has packed_size(end - first, K)
+// bytes. The bytes are the same on every instruction set. Returns whether all numbers are
+// finite. Throws std::invalid_argument if a size does not fit.
+bool pack(std::span<const StoredRows> weight, int64_t in_features, DType dtype, int64_t first,
+          int64_t end, std::span<uint8_t> packed, Isa isa);
+
+// Of such a weight; infinity or NaN if there are any.
+float largest_magnitude(std::span<const StoredRows> weight, int64_t in_features, DType dtype);
 
 // A view of one linear's weight; the packed bytes start at a multiple of 64.
 struct Weight {

@@ -1,6 +1,7 @@
 #include <immintrin.h>
 
 #include "plugins/dense_linear/kernels.hpp"
+#include "plugins/dense_linear/pack_tile.hpp"
 #include "plugins/linear_tiles.hpp"
 #include "plugins/simd_avx2.hpp"
 
@@ -56,6 +57,6 @@ struct Dense : Ymm {
 }  // namespace
 
 const Kernels kAvx2Kernels = {run_linear<Dense<Bf16>>, run_linear<Dense<Fp16>>,
-                              run_linear<Dense<Float32>>};
+                              run_linear<Dense<Float32>>, kPackKernels};
 
 }  // namespace trtree::dense

@@ -3,6 +3,7 @@
 
 #include "plugins/dense_linear/element.hpp"
 #include "plugins/dense_linear/kernels.hpp"
+#include "plugins/dense_linear/pack_tile.hpp"
 #include "plugins/linear_tiles.hpp"
 #include "plugins/simd_portable.hpp"
 
@@ -32,6 +33,6 @@ struct Dense : Plain {
 }  // namespace
 
 const Kernels kPortableKernels = {run_linear<Dense<Bf16>>, run_linear<Dense<Fp16>>,
-                                  run_linear<Dense<Float32>>};
+                                  run_linear<Dense<Float32>>, kPackKernels};
 
 }  // namespace trtree::dense

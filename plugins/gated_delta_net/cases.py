@@ -8,7 +8,7 @@ import torch
 from trtree.plugins.branch_cases import ROWS, SHAPES, make_segments, path_to
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.gated_delta_net.reference import gated_delta_net
-from trtree.plugins.tree_attention.cases import assert_rounded
+from trtree.plugins.tree_attention.cases import assert_rounded, normal_values
 
 # key heads, value heads, key_dim, value_dim
 HEADS = ((1, 1, 64, 64), (1, 2, 128, 128), (2, 4, 64, 128), (1, 1, 256, 256))
@@ -78,10 +78,7 @@ def make_inputs(case: DeltaCase) -> DeltaCaseInputs:
     key_heads, heads, key_dim, value_dim = case.heads
     segments = make_segments(case.rows, case.shape, seed=sum(case.rows))
     rows = sum(case.rows)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(case.dtype)
-
+    randn = normal_values(generator, case.dtype)
     k = randn(rows, key_heads, key_dim)
     b = randn(rows, heads)
     if case.keys == "alike":

@@ -3,27 +3,16 @@
 ``TRITON_INTERPRET=1`` must be set before ``triton`` is first imported; Triton decides then.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
-from trtree.plugins.branch_device import BranchTables
+from trtree.plugins.branch_tables import BranchTables
 from trtree.plugins.gated_delta_net import tiles
+from trtree.plugins.gated_delta_net.contract import RowUpdates
 from trtree.plugins.gated_delta_net.kernels.commit import gated_delta_commit_kernel
 from trtree.plugins.gated_delta_net.kernels.decay import gated_delta_decay_kernel
 from trtree.plugins.gated_delta_net.kernels.delta import gated_delta_net_kernel
 from trtree.plugins.gated_delta_net.reference import UNIT_EPS
-
-
-@dataclass(frozen=True)
-class RowUpdates:
-    """What a step keeps of its rows until commit: k [rows, key heads, key_dim] as it was given,
-    update float32 [rows, heads, value_dim], decay float32 [rows, heads]."""
-
-    k: torch.Tensor
-    update: torch.Tensor
-    decay: torch.Tensor
 
 
 def gated_delta_net(
@@ -36,12 +25,14 @@ def gated_delta_net(
     state: torch.Tensor,
     tables: BranchTables,
     packed_mask: torch.Tensor,
+    *,
+    key_columns: int,
 ) -> tuple[torch.Tensor, RowUpdates]:
     """[rows, heads, value_dim] in v's dtype; ``state`` is only read.
 
     q, k, v, a, b: as reference.gated_delta_net's, of any stride between rows, contiguous
     within one. gates: float32 [2 * heads]. state: float32 [slots, heads, key_dim, value_dim].
-    packed_mask: int32 [rows, words], ancestors and oneself.
+    packed_mask: int32 [rows, words], ancestors and oneself. key_columns: tiles.key_columns.
     """
     rows, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[1:]
@@ -85,7 +76,7 @@ def gated_delta_net(
         SCALE=key_dim**-0.5,
         EPS=UNIT_EPS,
         BLOCK=tiles.ROWS,
-        BLOCK_K=tiles.KEY_COLUMNS,
+        BLOCK_K=key_columns,
         BLOCK_V=tiles.VALUE_COLUMNS,
         num_warps=tiles.WARPS,
         num_stages=tiles.STAGES,

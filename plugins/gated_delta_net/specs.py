@@ -59,7 +59,7 @@ def decay_spec(layer: DeltaConfig) -> KernelSpec:
     )
 
 
-def delta_spec(layer: DeltaConfig) -> KernelSpec:
+def delta_spec(layer: DeltaConfig, sm: int) -> KernelSpec:
     return KernelSpec(
         "gated_delta_net",
         gated_delta_net_kernel,
@@ -77,7 +77,7 @@ def delta_spec(layer: DeltaConfig) -> KernelSpec:
             **_sizes(layer),
             "SCALE": layer.key_dim**-0.5,
             "BLOCK": tiles.ROWS,
-            "BLOCK_K": tiles.KEY_COLUMNS,
+            "BLOCK_K": tiles.key_columns(sm),
         },
         num_warps=tiles.WARPS,
         num_stages=tiles.STAGES,

@@ -1,6 +1,6 @@
 """Tile sizes: chosen by shared memory and registers, never yet by measurement.
 
-``python -m trtree.plugins.gated_delta_net.report`` prints the figures.
+``python -m trtree.plugins.branch_report`` prints the figures.
 """
 
 # What the kernels are compiled and tested for.
@@ -8,11 +8,15 @@ HEAD_DIMS = (64, 128, 256)
 
 ROWS = 16  # of a block: a tensor core's least, and a budget-16 tree is two of them
 VALUE_COLUMNS = 32  # of v, updates and state per program: at 64, registers spill
-KEY_COLUMNS = 32  # of keys and queries at a time
 DECAY_ROWS = 32
 COMMIT_ROWS = 16
 WARPS = 4
 STAGES = 2
+
+
+def key_columns(sm: int) -> int:
+    """Of keys and queries at a time: more of them spill on SM 80."""
+    return 16 if sm < 89 else 32
 
 
 def head_columns(heads: int) -> int:

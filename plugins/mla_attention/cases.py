@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from trtree.plugins.latent_cache import LatentCache
-from trtree.plugins.tree_attention.cases import depths, make_segments, pack_mask, random_tree
+from trtree.plugins.tree_attention.cases import (
+    depths,
+    make_segments,
+    normal_values,
+    pack_mask,
+    random_tree,
+    segment_sizes,
+)
 from trtree.plugins.tree_attention.contract import AttentionSegment
 
 # Of pages that belong to nobody: a read through a wrong page shows.
@@ -46,10 +53,7 @@ class LatentCase:
 
     @property
     def segment_sizes(self) -> list[tuple[int, int]]:
-        """(rows, committed tokens) of each request."""
-        return [
-            (max(self.rows // (i + 1), 1), self.context // (i + 1)) for i in range(self.requests)
-        ]
+        return segment_sizes(self.rows, self.context, self.requests)
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,7 @@ def make_inputs(case: LatentCase) -> LatentInputs:
         random_tree(rows, rng) if case.tree else list(range(-1, rows - 1)) for rows, _ in sizes
     ]
     words = (max(rows for rows, _ in sizes) + 31) // 32
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(case.dtype)
+    randn = normal_values(generator, case.dtype)
 
     def cache(dim: int) -> LatentCache:
         num_pages = sum(len(segment.pages) for segment in segments) + 2

@@ -15,6 +15,7 @@ from trtree.plugins.mla_attention.tiles import APPEND_ROWS, LatentTile
 from trtree.plugins.sparse_indexer import launch as indexer
 from trtree.plugins.sparse_indexer import reference as index_reference
 from trtree.plugins.sparse_indexer.contract import score_scale
+from trtree.plugins.sparse_indexer.plan import plan_scores, row_lengths
 from trtree.plugins.sparse_indexer.tiles import IndexTile
 from trtree.plugins.tree_attention.cases import assert_rounded, rope_table
 from trtree.plugins.tree_attention.contract import AttentionSegment, Rope
@@ -137,7 +138,7 @@ def check_select(
         cache.vectors[cache.locate(segment.pages, slots)] = inputs.index_keys[segment.rows]
     width = max(segment.prefix_length + segment.num_rows for segment in inputs.segments)
     num_rows = len(inputs.index_q)
-    plan = indexer.plan_scores(inputs.segments, num_rows, tile, target_ctas=target_ctas)
+    plan = plan_scores(inputs.segments, num_rows, tile, target_ctas=target_ctas)
     scores = indexer.index_scores(
         inputs.index_q.to(device),
         inputs.index_weights.to(device),
@@ -148,7 +149,7 @@ def check_select(
         tile,
         width=width,
     )
-    lengths = indexer.row_lengths(inputs.segments, num_rows)
+    lengths = row_lengths(inputs.segments, num_rows)
     selection, nan_counts = indexer.index_top_k(scores, lengths.to(device), case.top_k, block=block)
     assert not nan_counts.any(), f"{int(nan_counts.sum())} scores are NaN"
     for segment in inputs.segments:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trtree.plugins.mla_attention import specs
 from trtree.plugins.sparse_indexer import specs as indexer
 from trtree.plugins.tree_attention.aot import KernelSpec
@@ -35,9 +33,9 @@ def kernel_specs(sm: int, heads: int) -> Iterator[KernelSpec]:
 def shared_specs(sm: int) -> Iterator[KernelSpec]:
     """Alike for any number of heads."""
     for dim, start in ((VALUE_DIM + ROPE_DIM, VALUE_DIM), (INDEX_DIM, 0)):
-        yield specs.append_spec(dim, PAGE_SIZE, start, ROPE_DIM, torch.bfloat16)
+        yield specs.append_spec(specs.AppendLayer(dim, 0, PAGE_SIZE, start, ROPE_DIM))
         yield commit_spec_of_words("latent_commit", dim // 2, PAGE_SIZE, dim)
-    yield indexer.scores_spec(INDEX_HEADS, INDEX_DIM, PAGE_SIZE, ROWS, sm)
+    yield indexer.scores_spec(indexer.IndexLayer(INDEX_HEADS, INDEX_DIM, PAGE_SIZE, ROWS), sm)
     yield indexer.top_k_spec()
 
 

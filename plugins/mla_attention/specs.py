@@ -37,11 +37,27 @@ class LatentLayer:
         return "_selected" if self.selected else ""
 
 
-def append_spec(
-    dim: int, page_size: int, rotary_start: int, rotary_dim: int, dtype: torch.dtype
-) -> KernelSpec:
-    """Interleaved RoPE, as GLM-5 has it."""
-    x = f"*{TRITON_TYPES[dtype]}"
+@dataclass(frozen=True)
+class AppendLayer:
+    """What append is specialized to: vectors of ``dim`` numbers, of which ``rotary_dim`` from
+    ``rotary_start`` on are turned, and so are ``heads`` queries alike. rotary_dim 0: all come
+    turned, and no query is looked at."""
+
+    dim: int
+    heads: int
+    page_size: int
+    rotary_start: int
+    rotary_dim: int
+    interleaved: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def turned_heads(self) -> int:
+        return self.heads if self.rotary_dim else 0
+
+
+def append_spec(layer: AppendLayer) -> KernelSpec:
+    x = f"*{TRITON_TYPES[layer.dtype]}"
     return KernelSpec(
         "latent_append",
         latent_append_kernel,
@@ -59,14 +75,14 @@ def append_spec(
             "cache": x,
         },
         {
-            "DIM": dim,
-            "PAGE_SIZE": page_size,
-            "ROTARY_START": rotary_start,
-            "ROTARY_DIM": rotary_dim,
-            "INTERLEAVED": True,
+            "DIM": layer.dim,
+            "PAGE_SIZE": layer.page_size,
+            "ROTARY_START": layer.rotary_start,
+            "ROTARY_DIM": layer.rotary_dim,
+            "INTERLEAVED": layer.interleaved,
             "ROWS": APPEND_ROWS,
         },
-        head_dim=dim,
+        head_dim=layer.dim,
     )
 
 

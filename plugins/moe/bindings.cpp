@@ -11,6 +11,7 @@ namespace {
 
 using bindings::InputArray;
 using bindings::OutputArray;
+using SlotArray = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 
 OutputArray<float> route(const InputArray<float, 2>& logits,
                          const std::optional<InputArray<float, 1>>& bias, int64_t top_k,
@@ -53,20 +54,66 @@ void check_shape(const char* what, int64_t is, int64_t expected) {
                               std::to_string(expected));
 }
 
-OutputArray<float> up(const moe::Experts& experts, const InputArray<float, 2>& x,
-                      const InputArray<float, 2>& weights, int64_t slots, Parallel& parallel,
+// x [rows, K], or [rows, slots, K].
+moe::SlotRows slot_rows(const SlotArray& x, int64_t k, int64_t slots) {
+  check_shape("K", static_cast<int64_t>(x.shape(x.ndim() - 1)), k);
+  if (x.ndim() == 2) return {{x.data(), k}};
+  check_shape("axes of x", static_cast<int64_t>(x.ndim()), 3);
+  check_shape("slots", static_cast<int64_t>(x.shape(1)), slots);
+  return {{x.data(), k}, true};
+}
+
+OutputArray<float> scale(const SlotArray& x, const InputArray<float, 2>& weights,
+                         const InputArray<float, 2>& vectors, int64_t slots, Parallel& parallel) {
+  const size_t rows = weights.shape(0), k = vectors.shape(1);
+  const auto count = static_cast<int64_t>(rows), experts = static_cast<int64_t>(weights.shape(1));
+  const auto features = static_cast<int64_t>(k);
+  const moe::SlotRows from = slot_rows(x, features, slots);
+  check_shape("rows of x", static_cast<int64_t>(x.shape(0)), count);
+  check_shape("vectors", static_cast<int64_t>(vectors.shape(0)), experts);
+  auto y = bindings::new_array<float>({rows, static_cast<size_t>(slots), k});
+  nb::gil_scoped_release release;
+  moe::scale(from, {weights.data(), experts}, count, experts, slots, vectors.data(), features,
+             y.data(), parallel);
+  return y;
+}
+
+OutputArray<float> linear(const moe::Experts& experts, const SlotArray& x,
+                          const InputArray<float, 2>& weights, int64_t slots, bool partial_sums,
+                          Parallel& parallel, const std::string& isa_name) {
+  const Isa isa = isa_from_name(isa_name);
+  const auto rows = static_cast<int64_t>(weights.shape(0));
+  const moe::SlotRows from = slot_rows(x, experts.in_features(), slots);
+  check_shape("rows of x", static_cast<int64_t>(x.shape(0)), rows);
+  check_shape("experts", static_cast<int64_t>(weights.shape(1)), experts.count());
+  return bindings::linear_output(rows * slots, experts.out_features(), experts.segments(),
+                                 partial_sums, [&](const LinearOutput& output) {
+                                   moe::ExpertRows().linear(experts, from,
+                                                            {weights.data(), experts.count()}, rows,
+                                                            slots, output, parallel, isa);
+                                 });
+}
+
+OutputArray<float> up(const moe::Experts& experts, const SlotArray& x,
+                      const InputArray<float, 2>& weights, int64_t slots,
+                      const std::optional<InputArray<float, 3>>& added, Parallel& parallel,
                       const std::string& isa_name) {
   const Isa isa = isa_from_name(isa_name);
   const auto rows = static_cast<int64_t>(x.shape(0));
-  check_shape("K", static_cast<int64_t>(x.shape(1)), experts.in_features());
+  const moe::SlotRows from = slot_rows(x, experts.in_features(), slots);
   check_shape("rows of weights", static_cast<int64_t>(weights.shape(0)), rows);
   check_shape("experts", static_cast<int64_t>(weights.shape(1)), experts.count());
   const int64_t width = experts.out_features() / 2;
   auto h = bindings::new_array<float>(
       {static_cast<size_t>(rows), static_cast<size_t>(slots), static_cast<size_t>(width)});
+  if (added) {
+    check_shape("rows of what is added", static_cast<int64_t>(added->shape(0)), rows);
+    check_shape("slots", static_cast<int64_t>(added->shape(1)), slots);
+    check_shape("features", static_cast<int64_t>(added->shape(2)), 2 * width);
+  }
   nb::gil_scoped_release release;
-  moe::ExpertRows().up(experts, {x.data(), experts.in_features()},
-                       {weights.data(), experts.count()}, rows, slots, h.data(), parallel, isa);
+  moe::ExpertRows().up(experts, from, {weights.data(), experts.count()}, rows, slots,
+                       added ? added->data() : nullptr, h.data(), parallel, isa);
   return h;
 }
 
@@ -98,7 +145,11 @@ void bind_moe(nb::module_& parent) {
         "global_scales"_a, "input_scale"_a.none(), "bounds"_a.none(), nb::keep_alive<0, 1>());
   m.def("dense_experts", &dense_experts, "packed"_a, "dtype"_a, "count"_a, "out_features"_a,
         "in_features"_a, "bounds"_a.none(), nb::keep_alive<0, 1>());
-  m.def("up", &up, "experts"_a, "x"_a, "weights"_a, "slots"_a, "parallel"_a, "isa"_a);
+  m.def("scale", &scale, "x"_a, "weights"_a, "vectors"_a, "slots"_a, "parallel"_a);
+  m.def("linear", &linear, "experts"_a, "x"_a, "weights"_a, "slots"_a, "partial_sums"_a,
+        "parallel"_a, "isa"_a);
+  m.def("up", &up, "experts"_a, "x"_a, "weights"_a, "slots"_a, "added"_a.none(), "parallel"_a,
+        "isa"_a);
   m.def("down", &down, "experts"_a, "h"_a, "weights"_a, "partial_sums"_a, "parallel"_a, "isa"_a);
 }
 

@@ -73,21 +73,62 @@ def pack_dense(
     return _core.moe.dense_experts(packed, dtype, len(weights), rows, k, bounds)
 
 
-def experts_up(
+def experts_scale(
+    x: FloatArray,
+    weights: FloatArray,
+    vectors: FloatArray,
+    slots: int,
+    *,
+    parallel: _core.Parallel = _SERIAL,
+) -> FloatArray:
+    """x [rows, K] or [rows, slots, K] times the vectors [experts, K] of each row's experts
+    -> [rows, slots, K].
+
+    Raises:
+        ValueError: shapes do not fit, or a row has more experts than slots.
+    """
+    y: FloatArray = _core.moe.scale(x, weights, vectors, slots, parallel)
+    return y
+
+
+def experts_linear(
     experts: _core.moe.Experts,
     x: FloatArray,
     weights: FloatArray,
     slots: int,
     *,
+    partial_sums: bool = False,
     parallel: _core.Parallel = _SERIAL,
     isa: str = "",
 ) -> FloatArray:
-    """x [rows, K], weights [rows, experts] -> silu(gate) * up [rows, slots, I].
+    """x [rows, K] or [rows, slots, K], weights [rows, experts] -> [rows * slots, O] by each
+    slot's expert, or the segments' sums [rows * slots, segments, O].
 
     Raises:
         ValueError: shapes do not fit, or a row has more experts than slots.
     """
-    h: FloatArray = _core.moe.up(experts, x, weights, slots, parallel, isa)
+    y: FloatArray = _core.moe.linear(experts, x, weights, slots, partial_sums, parallel, isa)
+    return y
+
+
+def experts_up(
+    experts: _core.moe.Experts,
+    x: FloatArray,
+    weights: FloatArray,
+    slots: int,
+    added: FloatArray | None = None,
+    *,
+    parallel: _core.Parallel = _SERIAL,
+    isa: str = "",
+) -> FloatArray:
+    """x [rows, K] or [rows, slots, K], weights [rows, experts] -> silu(gate) * up [rows, slots, I].
+
+    ``added`` [rows, slots, 2 I] is added to gate and up first.
+
+    Raises:
+        ValueError: shapes do not fit, or a row has more experts than slots.
+    """
+    h: FloatArray = _core.moe.up(experts, x, weights, slots, added, parallel, isa)
     return h
 
 
@@ -111,7 +152,6 @@ def experts_down(
 
 def _aligned(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """The same bytes at a multiple of 64, as packed weights have to be."""
-    room = np.empty(len(data) + 63, dtype=np.uint8)
-    start = -room.ctypes.data % 64
-    room[start : start + len(data)] = data
-    return room[start : start + len(data)]
+    room = dense_cpu.aligned(len(data))
+    room[:] = data
+    return room

@@ -21,6 +21,12 @@ void check_stack(std::span<const uint8_t> packed, int64_t count) {
                               " experts: each must take a multiple of 64");
 }
 
+void check_slots(int64_t row, int64_t experts, int64_t slots) {
+  if (experts <= slots) return;
+  throw std::invalid_argument("row " + std::to_string(row) + " has " + std::to_string(experts) +
+                              " experts, there are " + std::to_string(slots) + " slots");
+}
+
 }  // namespace
 
 int64_t Experts::in_features() const {
@@ -61,6 +67,32 @@ Experts stack(dense::Weight first, std::span<const uint8_t> packed, int64_t coun
   return result;
 }
 
+void scale(SlotRows x, Rows weights, int64_t rows, int64_t experts, int64_t slots,
+           const float* vectors, int64_t k, float* y, Parallel& parallel) {
+  const auto chosen = [&](int64_t r) {
+    return std::span(weights.data + r * weights.stride, experts);
+  };
+  for (int64_t r = 0; r < rows; ++r) {
+    const auto row = chosen(r);
+    check_slots(r, experts - std::count(row.begin(), row.end(), 0.0f), slots);
+  }
+  parallel.parallel_for(rows, grain(slots * k), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const auto row = chosen(r);
+      const float* from = x.rows.data + (x.in_slots ? r * slots * k : r * x.rows.stride);
+      float* to = y + r * slots * k;
+      for (int64_t e = 0; e < experts; ++e) {
+        if (row[e] == 0.0f) continue;
+        const float* const vector = vectors + e * k;
+        for (int64_t j = 0; j < k; ++j) to[j] = from[j] * vector[j];
+        to += k;
+        if (x.in_slots) from += k;
+      }
+      std::fill(to, y + (r + 1) * slots * k, 0.0f);
+    }
+  });
+}
+
 void ExpertRows::group(Rows weights, int64_t rows, int64_t experts, int64_t slots) {
   uses_.resize(experts);
   for (auto& uses : uses_) uses.clear();
@@ -70,10 +102,7 @@ void ExpertRows::group(Rows weights, int64_t rows, int64_t experts, int64_t slot
     for (int64_t e = 0; e < experts; ++e) {
       if (row[e] != 0.0f) uses_[e].push_back({r, slot++});
     }
-    if (slot > slots) {
-      throw std::invalid_argument("row " + std::to_string(r) + " has " + std::to_string(slot) +
-                                  " experts, there are " + std::to_string(slots) + " slots");
-    }
+    check_slots(r, slot, slots);
   }
 }
 
@@ -100,24 +129,66 @@ void ExpertRows::product(const Experts& experts, int64_t expert, const LinearOut
   }
 }
 
-void ExpertRows::up(const Experts& experts, Rows x, Rows weights, int64_t rows, int64_t slots,
-                    float* h, Parallel& parallel, Isa isa) {
+void ExpertRows::select(SlotRows x, int64_t expert, int64_t slots) {
+  selected_.clear();
+  for (const Use& use : uses_[expert]) {
+    selected_.push_back(x.in_slots ? use.row * slots + use.slot : use.row);
+  }
+}
+
+void ExpertRows::linear(const Experts& experts, SlotRows x, Rows weights, int64_t rows,
+                        int64_t slots, const LinearOutput& output, Parallel& parallel, Isa isa) {
+  const int64_t columns = experts.out_features();
+  const bool in_segments = output.segment_stride > 0;
+  const int64_t parts = in_segments ? experts.segments().count : 1;
+  group(weights, rows, experts.count(), slots);
+  prepare(experts, x.rows, x.in_slots ? rows * slots : rows, parallel, isa);
+  const auto each_part = [&](int64_t row, const float* from) {
+    float* const to = output.data + row * output.row_stride;
+    for (int64_t p = 0; p < parts; ++p) {
+      float* const part = to + p * output.segment_stride;
+      if (from == nullptr) {
+        std::fill_n(part, columns, 0.0f);
+      } else {
+        std::copy_n(from + p * columns, columns, part);
+      }
+    }
+  };
+  for (int64_t row = 0; row < rows * slots; ++row) each_part(row, nullptr);
+  for (int64_t e = 0; e < experts.count(); ++e) {
+    const std::vector<Use>& uses = uses_[e];
+    if (uses.empty()) continue;
+    select(x, e, slots);
+    product_.resize(uses.size() * parts * columns);
+    product(experts, e, {product_.data(), parts * columns, in_segments ? columns : 0}, parallel,
+            isa);
+    for (size_t i = 0; i < uses.size(); ++i) {
+      each_part(uses[i].row * slots + uses[i].slot, product_.data() + i * parts * columns);
+    }
+  }
+}
+
+void ExpertRows::up(const Experts& experts, SlotRows x, Rows weights, int64_t rows, int64_t slots,
+                    const float* added, float* h, Parallel& parallel, Isa isa) {
   const int64_t both = experts.out_features(), width = both / 2;
   group(weights, rows, experts.count(), slots);
-  prepare(experts, x, rows, parallel, isa);
+  prepare(experts, x.rows, x.in_slots ? rows * slots : rows, parallel, isa);
   std::fill_n(h, rows * slots * width, 0.0f);
   const auto silu_mul = silu_mul::row_kernel(isa);
   for (int64_t e = 0; e < experts.count(); ++e) {
     const std::vector<Use>& uses = uses_[e];
     if (uses.empty()) continue;
-    selected_.clear();
-    for (const Use& use : uses) selected_.push_back(use.row);
+    select(x, e, slots);
     product_.resize(uses.size() * both);
     product(experts, e, {product_.data(), both}, parallel, isa);
     const auto n = static_cast<int64_t>(uses.size());
     parallel.parallel_for(n, grain(width), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const float* const gate = product_.data() + i * both;
+        float* const gate = product_.data() + i * both;
+        if (added != nullptr) {
+          const float* const more = added + (uses[i].row * slots + uses[i].slot) * both;
+          for (int64_t j = 0; j < both; ++j) gate[j] += more[j];
+        }
         silu_mul(gate, gate + width, width, h + (uses[i].row * slots + uses[i].slot) * width);
       }
     });

@@ -59,14 +59,31 @@ Experts stack(nvfp4::Weight first, std::span<const uint8_t> packed,
               std::span<const float> global_scales, std::optional<float> input_scale);
 Experts stack(dense::Weight first, std::span<const uint8_t> packed, int64_t count);
 
+// Rows, or their slots: one row per slot of each row, one after another.
+struct SlotRows {
+  Rows rows;
+  bool in_slots = false;
+};
+
+// x [rows, K] or [rows, slots, K] times the vectors [experts, K] of the row's experts -> y [rows,
+// slots, K], contiguous; slots behind a row's last expert are zeros. Throws
+// std::invalid_argument if a row has more experts than slots.
+void scale(SlotRows x, Rows weights, int64_t rows, int64_t experts, int64_t slots,
+           const float* vectors, int64_t k, float* y, Parallel& parallel);
+
 // Runs experts over rows; keeps its working memory between calls.
 class ExpertRows {
  public:
-  // x [rows, K], weights [rows, experts] -> h [rows, slots, I], contiguous; the experts'
-  // out_features are 2 I. Slots behind a row's last expert are zeros. Throws
-  // std::invalid_argument if a row has more experts than slots.
-  void up(const Experts& experts, Rows x, Rows weights, int64_t rows, int64_t slots, float* h,
-          Parallel& parallel, Isa isa);
+  // x [rows, K] or [rows, slots, K], weights [rows, experts] -> h [rows, slots, I], contiguous;
+  // the experts' out_features are 2 I. Slots behind a row's last expert are zeros. Throws
+  // std::invalid_argument if a row has more experts than slots. added: [rows, slots, 2 I], what is
+  // added to the products first, or nullptr.
+  void up(const Experts& experts, SlotRows x, Rows weights, int64_t rows, int64_t slots,
+          const float* added, float* h, Parallel& parallel, Isa isa);
+  // x as for `up` -> [rows * slots, O], or the sums of each segment, by each slot's expert; zeros
+  // in slots behind a row's last. Scales of NVFP4 experts are not in the sums of segments.
+  void linear(const Experts& experts, SlotRows x, Rows weights, int64_t rows, int64_t slots,
+              const LinearOutput& output, Parallel& parallel, Isa isa);
   // h as from `up`, weights -> [rows, O], or the sums of each segment.
   void down(const Experts& experts, const float* h, Rows weights, int64_t rows, int64_t slots,
             const LinearOutput& output, Parallel& parallel, Isa isa);
@@ -78,6 +95,8 @@ class ExpertRows {
     int64_t slot;
   };
 
+  // Of x what the expert is chosen for.
+  void select(SlotRows x, int64_t expert, int64_t slots);
   void group(Rows weights, int64_t rows, int64_t experts, int64_t slots);
   // x: `rows` contiguous inputs of all experts.
   void prepare(const Experts& experts, Rows x, int64_t rows, Parallel& parallel, Isa isa);

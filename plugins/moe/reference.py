@@ -52,19 +52,62 @@ def slots(weights: torch.Tensor) -> torch.Tensor:
     return (weights != 0).cumsum(-1) - 1
 
 
-def experts_up(
+def experts_scale(
+    x: torch.Tensor, weights: torch.Tensor, vectors: torch.Tensor, num_slots: int
+) -> torch.Tensor:
+    """x [rows, K] or [rows, num_slots, K] times its experts' vectors [experts, K] -> [rows,
+    num_slots, K], in x's dtype; slots behind a row's last expert are zero."""
+    at = slots(weights)
+    out = torch.zeros(len(x), num_slots, x.shape[-1], dtype=x.dtype)
+    for expert, vector in enumerate(vectors):
+        rows = weights[:, expert].nonzero().flatten()
+        out[rows, at[rows, expert]] = _of_slot(x, rows, at[rows, expert]) * vector.to(x.dtype)
+    return out
+
+
+def _of_slot(x: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return x[rows] if x.ndim == 2 else x[rows, at]
+
+
+def experts_linear(
     x: torch.Tensor, weights: torch.Tensor, experts: Sequence[Linear], num_slots: int
 ) -> torch.Tensor:
-    """x [rows, K], weights [rows, experts] -> silu(gate) * up [rows, num_slots, I].
+    """x [rows, K] or [rows, num_slots, K] -> [rows, num_slots, O] by each slot's expert."""
+    at = slots(weights)
+    out: torch.Tensor | None = None
+    for expert, linear in enumerate(experts):
+        rows = weights[:, expert].nonzero().flatten()
+        y = linear(_of_slot(x, rows, at[rows, expert]))
+        if out is None:
+            out = torch.zeros(len(x), num_slots, y.shape[-1], dtype=x.dtype)
+        out[rows, at[rows, expert]] = y
+    assert out is not None
+    return out
 
-    Each of ``experts`` gives [gate, up] side by side, [rows, 2 I]. Slot j is that of the
-    row's j-th expert by rising id; slots behind a row's last are zero.
+
+def experts_up(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: Sequence[Linear],
+    num_slots: int,
+    added: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [rows, K], or [rows, num_slots, K] as ``experts_scale`` gives it, and weights [rows,
+    experts] -> silu(gate) * up [rows, num_slots, I].
+
+    Each of ``experts`` gives [gate, up] side by side, [rows, 2 I], to which ``added`` [rows,
+    num_slots, 2 I] is added. Slot j is that of the row's j-th expert by rising id; slots
+    behind a row's last are zero.
     """
     at = slots(weights)
     out: torch.Tensor | None = None
     for expert, linear in enumerate(experts):
         rows = weights[:, expert].nonzero().flatten()
-        gate, up = linear(x[rows]).double().chunk(2, dim=-1)
+        inputs = _of_slot(x, rows, at[rows, expert])
+        both = linear(inputs).double()
+        if added is not None:
+            both = both + added[rows, at[rows, expert]].double()
+        gate, up = both.chunk(2, dim=-1)
         if out is None:
             out = torch.zeros(len(x), num_slots, gate.shape[-1], dtype=x.dtype)
         out[rows, at[rows, expert]] = (gate * gate.sigmoid() * up).to(x.dtype)

@@ -12,19 +12,24 @@ namespace {
 using bindings::InputArray;
 using bindings::OutputArray;
 
-OutputArray<uint8_t> pack(const InputArray<uint8_t, 2>& codes,
-                          const InputArray<uint8_t, 2>& block_scales) {
-  const int64_t out_features = codes.shape(0);
-  const int64_t in_features = codes.shape(1) * 2;
-  const size_t size = nvfp4::packed_size(out_features, in_features);
-  auto packed = bindings::new_array<uint8_t>({size});
-  const auto from = bindings::span(codes), scales = bindings::span(block_scales);
+// Both release the GIL: a build packs and writes at the same time.
+void pack(const bindings::Parts& codes, const bindings::Parts& block_scales, int64_t in_features,
+          int64_t first, int64_t end, const bindings::PackedArray& packed, const std::string& isa) {
+  const auto rows = bindings::stored_rows(codes, in_features / 2);
+  const auto scales = bindings::stored_rows(block_scales, in_features / kBlock);
   const auto to = bindings::span(packed);
-  {
-    const nb::gil_scoped_release release;  // a build packs and writes at the same time
-    nvfp4::pack(from, scales, out_features, in_features, to);
-  }
-  return packed;
+  const nb::gil_scoped_release release;
+  nvfp4::pack({rows, scales}, in_features, first, end, to, isa_from_name(isa));
+}
+
+void quantize(const bindings::Parts& weight, const std::string& dtype_name, int64_t in_features,
+              float global_scale, int64_t first, int64_t end, const bindings::PackedArray& packed,
+              const std::string& isa) {
+  const dense::DType dtype = dense::dtype_from_name(dtype_name);
+  const auto rows = bindings::stored_rows(weight, in_features * dense::element_size(dtype));
+  const auto to = bindings::span(packed);
+  const nb::gil_scoped_release release;
+  nvfp4::quantize(rows, dtype, in_features, global_scale, first, end, to, isa_from_name(isa));
 }
 
 nb::tuple quantize_rows(const InputArray<float, 2>& x, float input_scale, Parallel& parallel,
@@ -74,7 +79,10 @@ void bind_nvfp4_linear(nb::module_& parent) {
   nb::module_ m = parent.def_submodule("nvfp4_linear", "See plugins/nvfp4_linear/README.md.");
   m.def("packed_size", &nvfp4::packed_size, "out_features"_a, "in_features"_a);
   m.def("output_scale", &nvfp4::output_scale, "global_scale"_a, "input_scale"_a.none());
-  m.def("pack", &pack, "codes"_a, "block_scales"_a);
+  m.def("pack", &pack, "codes"_a, "block_scales"_a, "in_features"_a, "first"_a, "end"_a, "packed"_a,
+        "isa"_a);
+  m.def("quantize", &quantize, "weight"_a, "dtype"_a, "in_features"_a, "global_scale"_a, "first"_a,
+        "end"_a, "packed"_a, "isa"_a);
   m.def("quantize_rows", &quantize_rows, "x"_a, "input_scale"_a, "parallel"_a, "isa"_a);
   m.def("linear", &linear, "packed"_a, "x"_a, "out_features"_a, "global_scale"_a,
         "input_scale"_a.none(), "bias"_a.none(), "bounds"_a.none(), "partial_sums"_a, "parallel"_a,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 import trtree._core as _core
+from trtree.plugins.dense_linear.cpu import DenseRows, aligned
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 FloatArray = npt.NDArray[np.float32]
@@ -18,16 +19,79 @@ FloatArray = npt.NDArray[np.float32]
 _SERIAL = _core.Serial()
 
 
-def pack(weight: nvfp4.QuantizedTensor) -> npt.NDArray[np.uint8]:
+class CodedRows:
+    """A weight in parts that follow one another along O, to be packed some rows at a time.
+
+    Args:
+        parts: [O, K] each, of one K. Of their global scales the plan has to know.
+    """
+
+    def __init__(self, parts: Sequence[nvfp4.QuantizedTensor], *, isa: str = "") -> None:
+        self.shape = (sum(len(part.codes) for part in parts), 2 * parts[0].codes.shape[1])
+        self._codes = [part.codes.numpy() for part in parts]
+        self._scales = [part.block_scale.view(torch.uint8).numpy() for part in parts]
+        self._isa = isa
+
+    def packed_size(self, first: int, end: int) -> int:
+        """Bytes of these rows."""
+        return packed_size(end - first, self.shape[1])
+
+    def pack(self, first: int, end: int, packed: npt.NDArray[np.uint8]) -> None:
+        """Rows ``first`` to ``end`` into uint8 [packed_size]; both are multiples of 16, but for
+        the weight's end.
+
+        Raises:
+            ValueError: K is not a multiple of 16, or a block scale is negative or NaN.
+        """
+        k = self.shape[1]
+        _core.nvfp4_linear.pack(self._codes, self._scales, k, first, end, packed, self._isa)
+
+
+class RoundedRows:
+    """A dense weight, likewise, rounded to NVFP4 as ``format.quantize_weight`` does.
+
+    Args:
+        parts: [O, K] each, bf16, fp16 or float32, of one K and dtype, and finite.
+    """
+
+    def __init__(
+        self, parts: Sequence[torch.Tensor], global_scale: float, *, isa: str = ""
+    ) -> None:
+        self._rows = DenseRows(parts)
+        self.shape = self._rows.shape
+        self._global_scale = global_scale
+        self._isa = isa
+
+    def packed_size(self, first: int, end: int) -> int:
+        """Bytes of these rows."""
+        return packed_size(end - first, self.shape[1])
+
+    def pack(self, first: int, end: int, packed: npt.NDArray[np.uint8]) -> None:
+        """As ``CodedRows.pack``."""
+        _core.nvfp4_linear.quantize(
+            self._rows.parts,
+            self._rows.dtype,
+            self.shape[1],
+            self._global_scale,
+            first,
+            end,
+            packed,
+            self._isa,
+        )
+
+
+def pack(weight: nvfp4.QuantizedTensor, *, isa: str = "") -> npt.NDArray[np.uint8]:
     """A weight [O, K] -> uint8 [bytes], to be stored and memory-mapped at multiples of 64.
 
     Raises:
         ValueError: K is not a multiple of 16, or a block scale is negative or NaN.
     """
-    packed: npt.NDArray[np.uint8] = _core.nvfp4_linear.pack(
-        weight.codes.contiguous().numpy(),
-        weight.block_scale.contiguous().view(torch.uint8).numpy(),
+    contiguous = weight._replace(
+        codes=weight.codes.contiguous(), block_scale=weight.block_scale.contiguous()
     )
+    rows = CodedRows([contiguous], isa=isa)
+    packed = aligned(rows.packed_size(0, rows.shape[0]))
+    rows.pack(0, rows.shape[0], packed)
     return packed
 
 

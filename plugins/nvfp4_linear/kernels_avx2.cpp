@@ -2,7 +2,9 @@
 
 #include "plugins/linear_tiles.hpp"
 #include "plugins/nvfp4_linear/kernels.hpp"
+#include "plugins/nvfp4_linear/pack_tile.hpp"
 #include "plugins/nvfp4_linear/prepare_row.hpp"
+#include "plugins/nvfp4_linear/quantize_row.hpp"
 #include "plugins/simd_avx2.hpp"
 
 namespace trtree::nvfp4 {
@@ -106,6 +108,7 @@ struct W4A16 : Ymm {
 
 }  // namespace
 
-const Kernels kAvx2Kernels = {run_linear<W4A4>, run_linear<W4A16>, quantize_row, round_row};
+const Kernels kAvx2Kernels = {run_linear<W4A4>, run_linear<W4A16>, quantize_row,
+                              round_row,        pack_tile,         kQuantizeKernels};
 
 }  // namespace trtree::nvfp4

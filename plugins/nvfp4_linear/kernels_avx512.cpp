@@ -2,7 +2,9 @@
 
 #include "plugins/linear_tiles.hpp"
 #include "plugins/nvfp4_linear/kernels.hpp"
+#include "plugins/nvfp4_linear/pack_tile.hpp"
 #include "plugins/nvfp4_linear/prepare_row.hpp"
+#include "plugins/nvfp4_linear/quantize_row.hpp"
 #include "plugins/simd_avx512.hpp"
 
 namespace trtree::nvfp4 {
@@ -188,6 +190,6 @@ void quantize_row_avx512(const float* x, int64_t k, float input_scale, Quantized
 }  // namespace
 
 const Kernels kAvx512Kernels = {run_linear<W4A4>, run_linear<W4A16>, quantize_row_avx512,
-                                round_row};
+                                round_row,        pack_tile,         kQuantizeKernels};
 
 }  // namespace trtree::nvfp4

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "plugins/nvfp4_linear/kernels.hpp"
 #include "plugins/nvfp4_linear/layout.hpp"
@@ -32,16 +32,29 @@ int64_t tile_bytes(int64_t in_features) {
   return (blocks + kGroupBlocks - 1) / kGroupBlocks * kGroupBytes;
 }
 
-// The low 4 nibbles of both halves, a byte each.
-uint64_t spread(uint64_t nibbles) {
-  nibbles &= 0x0000ffff0000ffff;
-  nibbles = (nibbles | nibbles << 8) & 0x00ff00ff00ff00ff;
-  return (nibbles | nibbles << 4) & 0x0f0f0f0f0f0f0f0f;
+QuantizeKernel quantize_kernel(const QuantizeKernels& kernels, dense::DType dtype) {
+  switch (dtype) {
+    case dense::DType::kBf16:
+      return kernels.bf16;
+    case dense::DType::kFp16:
+      return kernels.fp16;
+    default:
+      return kernels.float32;
+  }
 }
 
-[[noreturn]] void refuse_scale(const std::string& name, int64_t row, int64_t block, int scale) {
-  throw std::invalid_argument(name + ": block scale " + shape_text(row, block) +
-                              " is negative or NaN (e4m3 bits " + std::to_string(scale) + ")");
+// Names the first of a tile's block scales that is at fault.
+[[noreturn]] void refuse_scales(const std::string& name, const TileRows& scales, int64_t row,
+                                int64_t blocks) {
+  for (int64_t c = 0; c < kTileColumns; ++c) {
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int scale = scales[c][b];
+      if (scale <= 0x80 && scale != 0x7f) continue;
+      throw std::invalid_argument(name + ": block scale " + shape_text(row + c, b) +
+                                  " is negative or NaN (e4m3 bits " + std::to_string(scale) + ")");
+    }
+  }
+  throw std::logic_error(name + ": no block scale is negative or NaN");
 }
 
 // Rows that one thread should prepare before another is worth waking.
@@ -56,39 +69,50 @@ int64_t packed_size(int64_t out_features, int64_t in_features) {
   return (out_features + kTileColumns - 1) / kTileColumns * tile_bytes(in_features);
 }
 
-void pack(std::span<const uint8_t> codes, std::span<const uint8_t> block_scales,
-          int64_t out_features, int64_t in_features, std::span<uint8_t> packed) {
+void pack(const CodedRows& weight, int64_t in_features, int64_t first, int64_t end,
+          std::span<uint8_t> packed, Isa isa) {
+  const int64_t out_features = check_tiles("NVFP4", weight.codes, in_features, first, end,
+                                           packed.size(), packed_size(end - first, in_features));
   const std::string name = "NVFP4 weight " + shape_text(out_features, in_features);
-  const auto check_size = [&](const char* what, size_t size, int64_t expected) {
-    if (static_cast<int64_t>(size) == expected) return;
-    throw std::invalid_argument(name + ": expected " + std::to_string(expected) + " bytes of " +
-                                what + ", got " + std::to_string(size));
-  };
-  check_size("packed weight", packed.size(), packed_size(out_features, in_features));
-  check_size("codes", codes.size(), out_features * in_features / 2);
-  check_size("block scales", block_scales.size(), out_features * in_features / kBlock);
+  if (const int64_t rows = count_rows(weight.block_scales); rows != out_features) {
+    throw std::invalid_argument(name + " has " + std::to_string(rows) + " rows of block scales");
+  }
   const int64_t blocks = in_features / kBlock;
-  for (int64_t o = 0; o < out_features; o += kTileColumns) {
-    uint8_t* const tile = packed.data() + o / kTileColumns * tile_bytes(in_features);
-    const int64_t columns = std::min<int64_t>(kTileColumns, out_features - o);
-    const bool padded = columns < kTileColumns || blocks % kGroupBlocks != 0;
-    if (padded) std::fill_n(tile, tile_bytes(in_features), uint8_t{0});
-    const uint8_t* const scales = block_scales.data() + o * blocks;
-    const uint8_t* const rows = codes.data() + o * blocks * kBlock / 2;
-    for (int64_t b = 0; b < blocks; ++b) {
-      uint8_t* const to = tile + codes_offset(b);
-      uint8_t* const to_scales = tile + scales_offset(b);
-      for (int64_t c = 0; c < columns; ++c) {
-        const uint8_t scale = scales[c * blocks + b];
-        if (scale > 0x80 || scale == 0x7f) refuse_scale(name, o + c, b, scale);
-        to_scales[c] = scale & 0x7f;
-        uint64_t block;
-        std::memcpy(&block, rows + (c * blocks + b) * kBlock / 2, sizeof block);
-        const uint64_t lines = spread(block) | spread(block >> 16) << 4;
-        std::memcpy(to + c * 4, &lines, 4);
-        std::memcpy(to + 64 + c * 4, reinterpret_cast<const uint8_t*>(&lines) + 4, 4);
-      }
+  const std::vector<uint8_t> zeros(in_features / 2);
+  for (int64_t o = first; o < end; o += kTileColumns) {
+    TileRows codes, scales;
+    tile_rows(weight.codes, o, zeros.data(), codes);
+    tile_rows(weight.block_scales, o, zeros.data(), scales);
+    uint8_t* const tile = packed.data() + (o - first) / kTileColumns * tile_bytes(in_features);
+    if (!kernels(isa).pack_tile(codes, scales, blocks, tile))
+      refuse_scales(name, scales, o, blocks);
+  }
+}
+
+void quantize(std::span<const StoredRows> weight, dense::DType dtype, int64_t in_features,
+              float global_scale, int64_t first, int64_t end, std::span<uint8_t> packed, Isa isa) {
+  check_tiles("dense", weight, in_features, first, end, packed.size(),
+              packed_size(end - first, in_features));
+  const QuantizeKernel quantize_row = quantize_kernel(kernels(isa).quantize_weight_row, dtype);
+  const int64_t blocks = in_features / kBlock;
+  std::vector<uint8_t> codes(kTileColumns * in_features / 2), scales(kTileColumns * blocks);
+  const std::vector<uint8_t> zeros(in_features * dense::element_size(dtype));
+  TileRows rows, code_rows, scale_rows;
+  for (int64_t c = 0; c < kTileColumns; ++c) {
+    code_rows[c] = codes.data() + c * in_features / 2;
+    scale_rows[c] = scales.data() + c * blocks;
+  }
+  for (int64_t o = first; o < end; o += kTileColumns) {
+    tile_rows(weight, o, zeros.data(), rows);
+    const int64_t columns = std::min(kTileColumns, end - o);
+    for (int64_t c = 0; c < columns; ++c) {
+      quantize_row(rows[c], in_features, global_scale, codes.data() + c * in_features / 2,
+                   scales.data() + c * blocks);
     }
+    std::fill(codes.begin() + columns * in_features / 2, codes.end(), uint8_t{0});
+    std::fill(scales.begin() + columns * blocks, scales.end(), uint8_t{0});
+    uint8_t* const tile = packed.data() + (o - first) / kTileColumns * tile_bytes(in_features);
+    kernels(isa).pack_tile(code_rows, scale_rows, blocks, tile);
   }
 }
 

@@ -7,9 +7,11 @@
 #include <span>
 
 #include "plugins/cpu_isa.hpp"
+#include "plugins/dense_linear/dense_linear.hpp"
 #include "plugins/linear_input.hpp"
 #include "plugins/linear_job.hpp"
 #include "plugins/parallel.hpp"
+#include "plugins/stored_rows.hpp"
 
 namespace trtree::nvfp4 {
 
@@ -17,11 +19,22 @@ namespace trtree::nvfp4 {
 // multiple of 16 or O is not positive.
 int64_t packed_size(int64_t out_features, int64_t in_features);
 
-// Packs codes [O, K/2] (low nibble = even element) and block scales e4m3 [O, K/16] into
-// `packed`, which has packed_size bytes. Throws std::invalid_argument if a block scale is
-// negative or NaN, or a size does not fit.
-void pack(std::span<const uint8_t> codes, std::span<const uint8_t> block_scales,
-          int64_t out_features, int64_t in_features, std::span<uint8_t> packed);
+// A weight as checkpoints store it, in parts that follow one another along O: codes
+// [O, K/2] (low nibble = even element) and block scales e4m3 [O, K/16].
+struct CodedRows {
+  std::span<const StoredRows> codes;
+  std::span<const StoredRows> block_scales;
+};
+
+// Packs rows `first` to `end`, which are whole tiles but for the weight's end, into `packed`,
+// which has packed_size(end - first, K) bytes. The bytes are the same on every instruction
+// set. Throws std::invalid_argument if a block scale is negative or NaN, or a size does not fit.
+void pack(const CodedRows& weight, int64_t in_features, int64_t first, int64_t end,
+          std::span<uint8_t> packed, Isa isa);
+
+// The same of a weight [O, K] of finite numbers, rounded on the way as format.quantize_weight.
+void quantize(std::span<const StoredRows> weight, dense::DType dtype, int64_t in_features,
+              float global_scale, int64_t first, int64_t end, std::span<uint8_t> packed, Isa isa);
 
 // A view of one linear's weight; the packed bytes start at a multiple of 64.
 struct Weight {

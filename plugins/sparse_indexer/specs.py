@@ -1,5 +1,7 @@
 """The indexer's kernels as they are compiled ahead of time, per SM."""
 
+from dataclasses import dataclass
+
 import torch
 
 from trtree.plugins.sparse_indexer.kernels.scores import index_scores_kernel
@@ -9,12 +11,27 @@ from trtree.plugins.tree_attention.aot import KernelSpec
 from trtree.plugins.tree_attention.specs import DOT_TYPES, TRITON_TYPES
 
 
-def scores_spec(
-    heads: int, dim: int, page_size: int, rows: int, sm: int, dtype: torch.dtype = torch.bfloat16
-) -> KernelSpec:
-    """``rows``: of one request, the verify width."""
-    x = f"*{TRITON_TYPES[dtype]}"
-    tile = index_tile(sm, rows, heads)
+@dataclass(frozen=True)
+class IndexLayer:
+    """What a layer's scores are specialized to. ``rows``: of one request, the verify width."""
+
+    heads: int
+    dim: int
+    page_size: int
+    rows: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class TopKLayer:
+    """The one kernel of the choice serves all layers; ``top_k`` is an argument."""
+
+    top_k: int
+
+
+def scores_spec(layer: IndexLayer, sm: int) -> KernelSpec:
+    x = f"*{TRITON_TYPES[layer.dtype]}"
+    tile = index_tile(sm, layer.rows, layer.heads)
     return KernelSpec(
         "index_scores",
         index_scores_kernel,
@@ -31,16 +48,16 @@ def scores_spec(
             "scores": "*fp32",
         },
         {
-            "DIM": dim,
-            "HEADS": heads,
-            "PAGE_SIZE": page_size,
-            "DOT_DTYPE": DOT_TYPES[dtype],
+            "DIM": layer.dim,
+            "HEADS": layer.heads,
+            "PAGE_SIZE": layer.page_size,
+            "DOT_DTYPE": DOT_TYPES[layer.dtype],
             "ROWS": tile.rows,
             "BLOCK_N": tile.block_n,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        head_dim=dim,
+        head_dim=layer.dim,
     )
 
 

@@ -66,10 +66,7 @@ class AttentionCase:
 
     @property
     def segment_sizes(self) -> list[tuple[int, int]]:
-        """(rows, committed tokens) of each request."""
-        return [
-            (max(self.rows // (i + 1), 1), self.context // (i + 1)) for i in range(self.requests)
-        ]
+        return segment_sizes(self.rows, self.context, self.requests)
 
 
 @dataclass(frozen=True)
@@ -133,10 +130,7 @@ def make_inputs(case: AttentionCase) -> AttentionInputs:
     segments = make_segments(sizes, case.page_size, rng)
     parents = [random_tree(rows, rng) for rows, _ in sizes]
     words = (max(rows for rows, _ in sizes) + 31) // 32
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(case.dtype)
-
+    randn = normal_values(generator, case.dtype)
     heads = case.kv_heads * case.group
     q = randn(num_rows, heads, case.head_dim)
     k = randn(num_rows, case.kv_heads, case.head_dim)
@@ -160,6 +154,16 @@ def make_inputs(case: AttentionCase) -> AttentionInputs:
         ).int(),
         rope_table(case.head_dim, case.context + case.rows),
     )
+
+
+def segment_sizes(rows: int, context: int, requests: int) -> list[tuple[int, int]]:
+    """(rows, committed tokens) of each request: a half, a third, ... of the first one's."""
+    return [(max(rows // (i + 1), 1), context // (i + 1)) for i in range(requests)]
+
+
+def normal_values(generator: torch.Generator, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Draws tensors of given shapes, rounded to ``dtype``."""
+    return lambda *shape: torch.randn(shape, generator=generator).to(dtype)
 
 
 def random_tree(rows: int, rng: random.Random) -> list[int]:

@@ -96,6 +96,7 @@ def plan_attention(
     block_m: int,
     target_ctas: int,
     window: int | None = None,
+    top_k: int | None = None,
     max_items: int | None = None,
 ) -> AttentionPlan:
     """Cut a step into work items.
@@ -105,6 +106,8 @@ def plan_attention(
         block_m: rows of a tile, query heads of the group counted.
         target_ctas: CTAs the GPU runs at once (SMs times resident CTAs per SM).
         window: keys that no row of the request can see are left out.
+        top_k: each row attends a list of so many keys of its own: an item is one row, and a
+            range of its list. None: an item is a range of slots.
         max_items: most items allowed, such as a captured grid's.
 
     Raises:
@@ -112,16 +115,19 @@ def plan_attention(
     """
     if group > block_m:
         raise ValueError(f"a group of {group} query heads does not fit a tile of {block_m} rows")
+    rows = block_m // group if top_k is None else 1
     tiles = [
-        (index, segment, first, min(block_m // group, segment.num_rows - first))
+        (index, segment, first, min(rows, segment.num_rows - first))
         for index, segment in enumerate(segments)
-        for first in range(0, segment.num_rows, block_m // group)
+        for first in range(0, segment.num_rows, rows)
     ]
     ranges = [_key_range(segment, window) for _, segment, _, _ in tiles]
-    return cut_tiles(tiles, ranges, num_rows, max(target_ctas // kv_heads, 1), max_items)
+    if top_k is not None:
+        ranges = [(0, min(top_k, end)) for _, end in ranges]
+    return _cut_tiles(tiles, ranges, num_rows, max(target_ctas // kv_heads, 1), max_items)
 
 
-def cut_tiles(
+def _cut_tiles(
     tiles: Sequence[Tile],
     ranges: Sequence[tuple[int, int]],
     num_rows: int,

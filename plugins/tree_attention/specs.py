@@ -30,7 +30,7 @@ TRITON_TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float32: "fp32",
 }
-DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,9 @@ class PyEngine : public Engine {
 template <typename T>
 using Array1 = nb::ndarray<nb::numpy, const T, nb::ndim<1>, nb::c_contig>;
 
+template <typename T>
+using Array3 = nb::ndarray<nb::numpy, const T, nb::ndim<3>, nb::c_contig>;
+
 // A read-only view that keeps its owner alive.
 template <typename T>
 Array1<T> view(const std::vector<T>& values, nb::handle owner) {
@@ -45,9 +48,7 @@ void def_view(nb::class_<T>& cls, const char* name, Member member) {
   });
 }
 
-}  // namespace
-
-void bind_engine(nb::module_& m) {
+void bind_capabilities(nb::module_& m) {
   nb::enum_<KvLayout>(m, "KvLayout")
       .value("PAGED", KvLayout::kPaged)
       .value("CONTIGUOUS", KvLayout::kContiguous);
@@ -74,7 +75,9 @@ void bind_engine(nb::module_& m) {
       .def_rw("tree_state", &Capabilities::tree_state)
       .def_rw("recurrent_state", &Capabilities::recurrent_state)
       .def_rw("state_snapshots", &Capabilities::state_snapshots);
+}
 
+void bind_step(nb::module_& m) {
   nb::class_<Sequence> sequence(m, "Sequence", "Where one request lives in an engine.");
   sequence
       .def(
@@ -127,7 +130,9 @@ void bind_engine(nb::module_& m) {
       "argmax"_a, "logits"_a);
   def_view(step_result, "argmax", &StepResult::argmax);
   def_view(step_result, "logits", &StepResult::logits);
+}
 
+void bind_commit(nb::module_& m) {
   nb::class_<StateSave>(m, "StateSave", "A state to keep, after so many of a commit's rows.")
       .def(
           "__init__",
@@ -151,7 +156,18 @@ void bind_engine(nb::module_& m) {
       .def_ro("saves", &Commit::saves)
       .def_ro("extend_drafter", &Commit::extend_drafter);
   def_view(commit, "rows", &Commit::rows);
+}
 
+// A result's numbers as [requests, depth, top_k].
+template <typename T>
+Array3<T> blocks(std::vector<T> DraftResult::*numbers, nb::handle_t<DraftResult> self) {
+  const auto& r = nb::cast<const DraftResult&>(self);
+  const auto depth = static_cast<size_t>(r.depth), top_k = static_cast<size_t>(r.top_k);
+  const size_t requests = depth * top_k > 0 ? (r.*numbers).size() / (depth * top_k) : 0;
+  return Array3<T>((r.*numbers).data(), {requests, depth, top_k}, self);
+}
+
+void bind_draft(nb::module_& m) {
   nb::class_<DraftRequest>(m, "DraftRequest", "One drafter block after the committed prefix.")
       .def(
           "__init__",
@@ -162,12 +178,10 @@ void bind_engine(nb::module_& m) {
       .def_ro("sequence", &DraftRequest::sequence)
       .def_ro("bonus_token", &DraftRequest::bonus_token);
 
-  using Array3f = nb::ndarray<nb::numpy, const float, nb::ndim<3>, nb::c_contig>;
-  using Array3i = nb::ndarray<nb::numpy, const int32_t, nb::ndim<3>, nb::c_contig>;
   nb::class_<DraftResult>(m, "DraftResult", "log_probs and token_ids [requests, depth, top_k].")
       .def(
           "__init__",
-          [](DraftResult* self, Array3f log_probs, Array3i token_ids) {
+          [](DraftResult* self, Array3<float> log_probs, Array3<int32_t> token_ids) {
             for (size_t axis = 0; axis < 3; ++axis) {
               if (log_probs.shape(axis) != token_ids.shape(axis)) {
                 throw std::invalid_argument("log_probs and token_ids differ in shape");
@@ -181,24 +195,15 @@ void bind_engine(nb::module_& m) {
           "log_probs"_a, "token_ids"_a)
       .def_ro("depth", &DraftResult::depth)
       .def_ro("top_k", &DraftResult::top_k)
-      .def_prop_ro("log_probs",
-                   [](nb::handle_t<DraftResult> self) {
-                     const auto& r = nb::cast<const DraftResult&>(self);
-                     const size_t per = static_cast<size_t>(r.depth) * r.top_k;
-                     return Array3f(r.log_probs.data(),
-                                    {per ? r.log_probs.size() / per : 0,
-                                     static_cast<size_t>(r.depth), static_cast<size_t>(r.top_k)},
-                                    self);
-                   })
+      .def_prop_ro(
+          "log_probs",
+          [](nb::handle_t<DraftResult> self) { return blocks(&DraftResult::log_probs, self); })
       .def_prop_ro("token_ids", [](nb::handle_t<DraftResult> self) {
-        const auto& r = nb::cast<const DraftResult&>(self);
-        const size_t per = static_cast<size_t>(r.depth) * r.top_k;
-        return Array3i(r.token_ids.data(),
-                       {per ? r.token_ids.size() / per : 0, static_cast<size_t>(r.depth),
-                        static_cast<size_t>(r.top_k)},
-                       self);
+        return blocks(&DraftResult::token_ids, self);
       });
+}
 
+void bind_checks(nb::module_& m) {
   m.def("check_batch", &check_batch, "batch"_a, "capabilities"_a,
         "Raise ValueError unless the step is within the capabilities.");
   m.def("check_draft_requests", &check_draft_requests, "requests"_a, "top_k"_a, "capabilities"_a,
@@ -210,7 +215,16 @@ void bind_engine(nb::module_& m) {
         "its own.");
   m.def("check_load", &check_load, "snapshot"_a, "slot"_a, "capabilities"_a,
         "Raise ValueError unless the engine has that snapshot and that slot.");
+}
 
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+  bind_capabilities(m);
+  bind_step(m);
+  bind_commit(m);
+  bind_draft(m);
+  bind_checks(m);
   nb::class_<Engine, PyEngine>(m, "Engine", "Runs the network; see runtime/cpp/engine.hpp.")
       .def(nb::init<>())
       .def("capabilities", &Engine::capabilities)

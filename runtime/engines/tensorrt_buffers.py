@@ -45,14 +45,17 @@ class Binding:
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """Work items that a step brings to the attention plugins, in the inputs ``work`` and
-    ``row_splits`` with this suffix; the other fields are plan_attention's arguments."""
+    """Work items that a step brings to the attention plugins, in the inputs ``work`` and (if
+    their results are ``merged``) ``row_splits`` with this suffix; the other fields are
+    plan_attention's arguments."""
 
     suffix: str
     kv_heads: int
     group: int
     block_m: int
     window: int | None
+    top_k: int | None
+    merged: bool
     max_items: int
 
 

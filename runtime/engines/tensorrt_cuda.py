@@ -13,7 +13,8 @@ import torch
 from trtree import _core
 from trtree.build.engine_dir import EngineDir, EngineDirError
 from trtree.runtime.engines.tensorrt import TensorRTEngine
-from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine, device_commit
+from trtree.runtime.engines.tensorrt_commits import DeviceCommits
+from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
@@ -54,7 +55,7 @@ def load_tensorrt_engine(
         engine,
         executables,
         device,
-        device_commit,
+        DeviceCommits(),
         target_ctas=torch.cuda.get_device_properties(device).multi_processor_count,
         rank=rank,
     )

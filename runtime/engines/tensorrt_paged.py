@@ -1,26 +1,27 @@
 """TensorRT engines with ``attention: plugin`` behind the executor's contract.
 
-A step is one ragged run: its rows stand one after another, KV lies in the executor's pages,
-and each request's page table, packed masks and work items go along. Sizes are rounded up, by
-rows that belong to nobody and work items with nothing to do, so that a few CUDA graphs serve
-all steps.
+A step is one ragged run: its rows stand one after another, KV and latents lie in the
+executor's pages, and each request's page table, packed masks and work items go along. Sizes are
+rounded up, by rows that belong to nobody and work items with nothing to do, so that a few CUDA
+graphs serve all steps.
 
 NOT YET RUN with TensorRT, whose plugins have not met a GPU that they were compiled for. The
 tests run every line here; what needs CUDA is given to it: ``executables`` alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from trtree import _core
-from trtree.build.engine_dir import EngineDir, EngineDirError
-from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.build.engine_dir import EngineDir
+from trtree.plugins.branch_tables import BranchTables, path_table
+from trtree.plugins.sparse_indexer.plan import row_lengths
+from trtree.plugins.tree_attention.contract import AttentionSegment
 from trtree.plugins.tree_attention.plan import RowTables, plan_attention, row_tables
 from trtree.runtime.engines.manifest import capabilities_of, check_kv_cache
 from trtree.runtime.engines.tensorrt import draft_result, refuse_nan, refuse_split_logits
@@ -30,38 +31,23 @@ from trtree.runtime.engines.tensorrt_buffers import (
     Executable,
     allocate_caches,
 )
-
-# Moves accepted rows of all layers behind their prefixes: the step's tables, accepted int32
-# [requests, n] and num_accepted int32 [requests]; see plugins/tree_attention/launch.py.
-KvCommit: TypeAlias = Callable[[RowTables, torch.Tensor, torch.Tensor], None]
+from trtree.runtime.engines.tensorrt_commits import Commits
+from trtree.runtime.engines.tensorrt_states import RaggedStates
 
 PROFILE = "step"
 
 
-def device_commit(caches: Sequence[PagedKv]) -> KvCommit:
-    """The commit kernel on these caches; it runs outside the engine, and so needs Triton.
-
-    Raises:
-        EngineDirError: there is none.
-    """
-    try:
-        from trtree.plugins.tree_attention import launch
-    except ImportError as error:
-        raise EngineDirError(
-            f"attention plugin commits with a Triton kernel ({error}); pip install 'trtree[gpu]'"
-        ) from None
-    return partial(launch.commit, launch.KvStores.of(caches))
-
-
 @dataclass(frozen=True)
 class _Step:
-    """What a commit needs of the step before it. captured: [rows, features]; it lies in the
-    target's memory, which no other run touches before the commit."""
+    """What a commit needs of the step before it. results: the target's, such as captured states
+    [1, rows, features]; they lie in its memory, which no other run touches before the commit.
+    branches: where state branches."""
 
     batch: _core.RowBatch
     segments: Sequence[AttentionSegment]
     tables: RowTables
-    captured: torch.Tensor | None
+    results: Mapping[str, torch.Tensor]
+    branches: BranchTables | None
 
 
 class PagedTensorRTEngine(_core.Engine):
@@ -70,7 +56,7 @@ class PagedTensorRTEngine(_core.Engine):
     Args:
         executables: a loaded engine per file of this rank.
         device: where its memory is.
-        commit_for: makes the target's commit, from all its layers' caches.
+        commits: the kernels that move what was accepted.
         target_ctas: CTAs that attention is cut into: the GPU's SMs.
         rank: whose engines these are.
     """
@@ -80,7 +66,7 @@ class PagedTensorRTEngine(_core.Engine):
         engine: EngineDir,
         executables: Mapping[str, Executable],
         device: torch.device,
-        commit_for: Callable[[Sequence[PagedKv]], KvCommit],
+        commits: Commits,
         *,
         target_ctas: int,
         rank: int = 0,
@@ -95,6 +81,7 @@ class PagedTensorRTEngine(_core.Engine):
         self._positions: int = built["cache_length"]
         self._engines: dict[str, BoundEngine] = {}
         self.caches: dict[str, torch.Tensor] = {}
+        self._states: RaggedStates | None = None
         for file, entry in built["engines"].items():
             if entry["rank"] != rank:
                 continue
@@ -103,10 +90,13 @@ class PagedTensorRTEngine(_core.Engine):
                 for names, memory in allocate_caches(spec, {}, device).items():
                     self.caches |= dict(zip(names, memory, strict=True))
             own = {name: self.caches[name] for name in spec.caches}
+            if spec.branches:
+                self._states = RaggedStates(spec, device, commits)
+                own |= self._states.committed
             self._engines[entry["network"]] = BoundEngine(spec, executables[file], own, device)
-        target = self._engines["target"].spec.caches.values()
-        check_kv_cache(engine, (str(b.dtype).removeprefix("torch.") for b in target))
-        self._commit = commit_for(self._layers("target"))
+        target = self._engines["target"].spec.caches
+        check_kv_cache(engine, (str(b.dtype).removeprefix("torch.") for b in target.values()))
+        self._commit_pages = commits.pages([_movable(self.caches[name]) for name in target])
         speculative = engine.manifest["speculative_config"]
         self._mask_token = speculative["mask_token_id"] if speculative else 0
         self._last_step: _Step | None = None
@@ -120,13 +110,18 @@ class PagedTensorRTEngine(_core.Engine):
         _core.check_batch(batch, self._capabilities)
         segments = [_segment(s.sequence, s.first_row, s.num_rows) for s in batch.segments]
         masks = np.asarray(batch.packed_mask).reshape(-1, batch.mask_words)
-        inputs = {
+        inputs: dict[str, NDArray[Any] | torch.Tensor] = {
             "token_ids": np.asarray(batch.token_ids),
             "positions": np.asarray(batch.positions),
             "packed_mask": masks,
             "output_rows": np.asarray(batch.output_rows),
         }
+        branches = self._states.tables(batch) if self._states else None
+        if branches:
+            inputs |= {"conv_inputs": branches.conv_inputs, "branch_requests": branches.requests}
         results, tables = self._run("target", segments, inputs)
+        if "nan_counts" in results:
+            refuse_nan_scores(results["nan_counts"])
         argmax = results["argmax"][0, : len(batch.output_rows)].cpu().numpy()
         refuse_nan(argmax, self._capabilities.vocab_size)
         wanted = np.flatnonzero(batch.needs_logits)
@@ -135,13 +130,13 @@ class PagedTensorRTEngine(_core.Engine):
             refuse_split_logits(self._ranks)
             index = torch.as_tensor(wanted, device=self._device)
             logits = results["logits"][0].index_select(0, index).float().cpu().numpy().reshape(-1)
-        captured = results["captured"][0] if "captured" in results else None
-        self._last_step = _Step(batch, segments, tables, captured)
+        self._last_step = _Step(batch, segments, tables, results, branches)
         return _core.StepResult(argmax, logits)
 
     @torch.inference_mode()
     def commit(self, commits: Sequence[_core.Commit]) -> None:
-        """Move accepted rows' KV behind the prefix; extend the drafter's context by them."""
+        """Move accepted rows' KV behind the prefix, and state along them; extend the drafter's
+        context by them."""
         step = self._last_step
         if step is None:
             raise ValueError("commit without a step before it")
@@ -150,12 +145,12 @@ class PagedTensorRTEngine(_core.Engine):
         rows = {c.sequence.request_id: np.asarray(c.rows, dtype=np.int32) for c in commits}
         requests = [segment.sequence.request_id for segment in step.batch.segments]
         paths = [rows.get(request, np.zeros(0, np.int32)) for request in requests]
+        accepted, counts = path_table(paths, self._device)
         if any((path != np.arange(len(path))).any() for path in paths):
-            accepted = np.zeros((len(paths), max(map(len, paths))), dtype=np.int32)
-            for index, path in enumerate(paths):
-                accepted[index, : len(path)] = path
-            counts = np.array([len(path) for path in paths], dtype=np.int32)
-            self._commit(step.tables, self._moved(accepted), self._moved(counts))
+            self._commit_pages(step.tables, accepted, counts)
+        if self._states and step.branches:
+            tables = step.branches.to(self._device)
+            self._states.commit(step.results, tables, accepted, counts)
         extended = {c.sequence.request_id for c in commits if c.extend_drafter}
         if "drafter_context" in self._engines:
             kept = [
@@ -201,11 +196,11 @@ class PagedTensorRTEngine(_core.Engine):
                 first += len(path)
         if not segments:
             return
-        if step.captured is None:
+        if "captured" not in step.results:
             raise RuntimeError("the target engine captured no hidden states for the drafter")
         rows = np.concatenate(chosen)
         inputs: dict[str, NDArray[Any] | torch.Tensor] = {
-            "captured": step.captured.index_select(0, self._moved(rows)),
+            "captured": step.results["captured"][0].index_select(0, self._moved(rows)),
             "positions": np.asarray(step.batch.positions)[rows],
         }
         self._run("drafter_context", segments, inputs)
@@ -238,6 +233,7 @@ class PagedTensorRTEngine(_core.Engine):
             "slots": tables.slots,
             "requests": tables.requests,
             "page_table": tables.page_table,
+            "lengths": row_lengths(segments, sizes["rows"]),
         }
         for plan in engine.spec.plans:
             made = plan_attention(
@@ -248,6 +244,7 @@ class PagedTensorRTEngine(_core.Engine):
                 block_m=plan.block_m,
                 target_ctas=self._target_ctas,
                 window=plan.window,
+                top_k=plan.top_k,
                 max_items=plan.max_items,
             )
             items = rounded_up(made.num_items, plan.max_items)
@@ -257,14 +254,9 @@ class PagedTensorRTEngine(_core.Engine):
         padded = {
             binding.name: _padded(given[binding.name], binding.shape(sizes))
             for binding in engine.spec.inputs
-            if binding.name not in engine.spec.caches
+            if binding.name not in {*engine.spec.caches, *engine.spec.branches}
         }
         return engine.run(PROFILE, sizes, padded), tables.to(self._device)
-
-    def _layers(self, network: str) -> list[PagedKv]:
-        names = [n.removesuffix(".k") for n in self._engines[network].spec.caches if n[-2:] == ".k"]
-        stores = {name: _movable(cache) for name, cache in self.caches.items()}
-        return [PagedKv(stores[f"{n}.k"], stores[f"{n}.v"]) for n in names]
 
     def _moved(self, array: NDArray[np.int32]) -> torch.Tensor:
         return torch.as_tensor(array, device=self._device)
@@ -273,6 +265,16 @@ class PagedTensorRTEngine(_core.Engine):
 def _movable(cache: torch.Tensor) -> torch.Tensor:
     """FP8 as bytes, which every device indexes."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def refuse_nan_scores(counts: torch.Tensor) -> None:
+    """Raises FloatingPointError where a row [rows] has NaN among its indexers' scores."""
+    bad = counts.nonzero()
+    if len(bad):
+        raise FloatingPointError(
+            f"index_select: NaN in the scores of row {int(bad[0])}; "
+            "a weight or an activation overflowed"
+        )
 
 
 def rounded_up(size: int, most: int) -> int:

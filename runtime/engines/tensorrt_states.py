@@ -12,8 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trtree import _core
+from trtree.plugins.branch_state import StateSegment
+from trtree.plugins.branch_tables import BranchTables
 from trtree.plugins.gated_delta_net.commit import commit as commit_recurrence
+from trtree.plugins.gated_delta_net.contract import RowUpdates
 from trtree.runtime.engines.tensorrt_buffers import Binding, EngineSpec
+from trtree.runtime.engines.tensorrt_commits import Commits
 
 # What rows leave, by kind of state; which axis of a layer's [requests, ...] counts rows.
 _PARTS = {"recurrent": ("k", "u", "g"), "conv": ("x",)}
@@ -106,6 +111,52 @@ class BranchStates:
             else:
                 new = torch.cat([committed, rows["x"]], dim=1)[:, -committed.shape[1] :]
             committed.copy_(new)
+
+
+class RaggedStates:
+    """Committed states [slots, ...] by input, of an engine with attention plugins: its kernels
+    take a state as zero where nothing is committed, and commit layer by layer."""
+
+    def __init__(self, spec: EngineSpec, device: torch.device, commits: Commits) -> None:
+        self.committed = {
+            binding.name: torch.zeros(binding.shape({}), dtype=binding.dtype, device=device)
+            for binding in spec.inputs
+            if binding.name in spec.branches
+        }
+        self._kinds = spec.branches
+        self._commits = commits
+        windows = [s for name, s in self.committed.items() if spec.branches[name] == "conv"]
+        self._kernel = windows[0].shape[1] + 1 if windows else 1
+
+    def tables(self, batch: _core.RowBatch) -> BranchTables:
+        """Of a step, on the host."""
+        parents = np.asarray(batch.parents)
+        segments = [
+            StateSegment(
+                segment.first_row,
+                segment.num_rows,
+                segment.sequence.slot,
+                segment.sequence.committed_length == 0,
+                parents[segment.first_row : segment.first_row + segment.num_rows].tolist(),
+            )
+            for segment in batch.segments
+        ]
+        return BranchTables.of(segments, self._kernel)
+
+    def commit(
+        self,
+        results: Mapping[str, torch.Tensor],
+        tables: BranchTables,
+        accepted: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> None:
+        """By what the step left of its rows; accepted and num_accepted: see path_table."""
+        for name, state in self.committed.items():
+            if self._kinds[name] == "conv":
+                self._commits.window(state, results[f"{name}.x"], tables, accepted, num_accepted)
+            else:
+                rows = RowUpdates(*(results[f"{name}.{part}"] for part in _PARTS["recurrent"]))
+                self._commits.state(state, rows, tables, accepted, num_accepted)
 
 
 def _group(spec: EngineSpec, kind: str, slots: int, device: torch.device) -> _Group:

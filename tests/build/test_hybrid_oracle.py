@@ -16,7 +16,7 @@ from trtree.build.builder import manifest_of
 from trtree.build.checkpoint import CheckpointError
 from trtree.build.models import family_of
 from trtree.build.network.network import NetworkError
-from trtree.build.options import BuildOptions, OptionError
+from trtree.build.options import BuildOptions
 from trtree.build.plan import memory_plan
 
 NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
@@ -111,17 +111,6 @@ def test_embeddings_tied_in_one_place_only_are_refused(tmp_path: Path) -> None:
     options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine")
     with pytest.raises(CheckpointError, match="tie_word_embeddings is True, but False in text"):
         builder.describe(options)
-
-
-def test_plugin_attention_refuses_recurrent_state_by_name(tmp_path: Path) -> None:
-    config = hybrid_config(DENSE)
-    tensors = random_hybrid(config, dtype=torch.bfloat16)
-    checkpoint = write_target(tmp_path / "checkpoint", tensors, config)
-    options = BuildOptions(checkpoint=checkpoint, output=tmp_path / "engine")
-    changes = {"backend": "tensorrt", "attention": "plugin", "sm": (120,)}
-    refused = r"attention plugin: .*linear_attn\.conv is conv state, .* pass --attention native"
-    with pytest.raises(OptionError, match=refused):
-        builder.describe(options.with_changes(changes))
 
 
 def test_the_plan_of_a_public_model_and_its_drafter() -> None:

@@ -1,5 +1,6 @@
 """Inspecting checkpoints, those that cannot be built included."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,41 @@ def test_every_problem_is_listed(tmp_path: Path) -> None:
         f"{up}.weight_scale has shape [96, 2], expected [96, 4]" in line for line in problems
     )
     assert len(problems) == 3  # and what stops the family's own description
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "layers"),
+    [
+        ("glm_4.7_nvfp4", "Glm4MoeForCausalLM: can be built", "92 full_attention"),
+        (
+            "qwen3.6_27b_nvfp4",
+            "Qwen3_5ForConditionalGeneration: can be built",
+            "48 linear_attention, 16 full_attention",
+        ),
+        ("glm_5.2_dflash", "DFlashDraftModel: a DFlash drafter, block size 16", "5 full_attention"),
+    ],
+)
+def test_configuration_files_are_described_without_weights(
+    name: str, family: str, layers: str
+) -> None:
+    found = inspect(ROOT / "configs" / "models" / name)
+    facts = dict(found.facts)
+    assert (facts["family"], facts["layers"]) == (family, layers)
+    assert facts["quantization"].startswith("none" if "dflash" in name else "NVFP4")
+    (problem,) = found.problems
+    assert "has no model.safetensors" in problem and "--plan" in problem
+
+
+def test_a_configuration_that_cannot_be_is_named_without_weights(tmp_path: Path) -> None:
+    for name, fields in (
+        ("unknown", {"architectures": ["NoneSuch"], "num_hidden_layers": 3}),
+        ("bad", tiny_config(num_attention_heads=3)),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
+    assert "NoneSuch: cannot be built" in dict(inspect(tmp_path / "unknown").facts)["family"]
+    problems = inspect(tmp_path / "bad").problems
+    assert len(problems) == 2 and "3 query heads of 16 over 2 KV heads" in problems[0]
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """ModelOpt's own exports of targets with experts, read and run."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from torch import Tensor
 
 from dequantized import dequantized, dequantized_by_modelopt
 from engines import write_tokenizer
+from modelopt_cpu import on_cpu
 from oracle import check_w4a4_export
 from random_moe import fused, glm4_moe_config, qwen3_moe_config, random_moe
-from trtree.build import builder
-from trtree.build.checkpoint import Checkpoint, CheckpointError
-from trtree.build.options import BuildOptions
+from trtree.build.checkpoint import Checkpoint
+from trtree.build.checkpoint.headers import scaled_for_one_expert
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 Prepare = Callable[[Any], None]
@@ -64,22 +63,11 @@ def list_experts(model: Any) -> None:
         layer.mlp.experts = ListedExperts(listed)
 
 
-def scale_inputs(model: Any) -> None:
-    """What AWQ's own search, which needs a GPU, would leave."""
-    torch.manual_seed(1)
-    for module in model.modules():
-        quantizer = getattr(module, "input_quantizer", None)
-        if isinstance(module, torch.nn.Linear) and quantizer.is_enabled:
-            # At most one: what was calibrated still bounds the inputs.
-            vector = (1 + torch.rand(module.in_features)) / 2
-            quantizer.pre_quant_scale = vector.bfloat16()
-
-
 def export(
     config: dict[str, Any],
     directory: Path,
+    algorithm: str = "NVFP4_DEFAULT_CFG",
     before: Prepare = lambda _: None,
-    after: Prepare = lambda _: None,
 ) -> None:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
@@ -92,8 +80,7 @@ def export(
     blocks = {type(layer.mlp) for layer in model.model.layers}
     token_ids = torch.randint(0, 80, (4, 64), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        mtq.quantize(model, copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), lambda m: m(token_ids))
-        after(model)
+        mtq.quantize(model, on_cpu(getattr(mtq, algorithm)), lambda m: m(token_ids))
         export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=str(directory))
     # What ModelOpt took for a list of experts once, it would in later models too.
     for block in blocks:
@@ -102,17 +89,20 @@ def export(
     write_tokenizer(directory, config["vocab_size"])
 
 
-@pytest.mark.parametrize(("family", "awq"), [("qwen3", False), ("qwen3", True), ("glm", False)])
-def test_an_export_is_read_and_run(tmp_path: Path, family: str, awq: bool) -> None:
+@pytest.mark.parametrize(
+    "algorithm", ["NVFP4_DEFAULT_CFG", "NVFP4_AWQ_LITE_CFG", "NVFP4_SVDQUANT_DEFAULT_CFG"]
+)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_export_is_read_and_run(tmp_path: Path, family: str, algorithm: str) -> None:
     """Its weights alone against transformers with the same weights expanded; then as it is."""
     directory = tmp_path / "checkpoint"
-    if awq:
-        export(CONFIGS[family], directory, list_experts, scale_inputs)
-    else:
-        export(CONFIGS[family], directory)
+    plain = algorithm == "NVFP4_DEFAULT_CFG"
+    export(CONFIGS[family], directory, algorithm, (lambda _: None) if plain else list_experts)
     checkpoint = Checkpoint.open(directory)
-    scaled = [n for n in checkpoint.names() if n.endswith(".0.up_proj.pre_quant_scale")]
-    assert len(scaled) == awq
+    if "AWQ" in algorithm:
+        check_vectors(checkpoint, family)
+    expected = "model.layers.1.mlp" if family == "glm" and "AWQ" in algorithm else None
+    assert scaled_for_one_expert(checkpoint.names()) == expected
     for name in checkpoint.names():
         if ".experts." in name and name.endswith(".weight"):
             module = name.removesuffix(".weight")
@@ -127,11 +117,18 @@ def test_an_export_is_read_and_run(tmp_path: Path, family: str, awq: bool) -> No
     check_w4a4_export(directory, theirs, tmp_path)
 
 
-def test_experts_with_vectors_of_their_own_are_refused(tmp_path: Path) -> None:
-    """ModelOpt averages them for the families that it knows to have experts, not for GLM."""
-    directory = tmp_path / "checkpoint"
-    export(CONFIGS["glm"], directory, list_experts, scale_inputs)
-    options = BuildOptions(checkpoint=directory, output=tmp_path / "engine")
-    name = r"model\.layers\.1\.mlp\.experts\.1\.down_proj\.pre_quant_scale"
-    with pytest.raises(CheckpointError, match=f"tensor {name} is not .* not supported"):
-        builder.describe(options)
+def check_vectors(checkpoint: Checkpoint, family: str) -> None:
+    """An expert's gate and up share a vector. Qwen3's are averaged over the experts, and those
+    of down_proj go into up_proj; GLM's experts keep their own."""
+    at = "model.layers.1.mlp.experts"
+
+    def vector(expert: int, which: str) -> Tensor:
+        return checkpoint.tensor(f"{at}.{expert}.{which}_proj.pre_quant_scale")
+
+    for expert in range(8):
+        assert torch.equal(vector(expert, "gate"), vector(expert, "up"))
+    shared = torch.equal(vector(0, "up"), vector(1, "up"))
+    assert shared == (family == "qwen3")
+    assert (f"{at}.0.down_proj.pre_quant_scale" in checkpoint) == (family == "glm")
+    if family == "glm":
+        assert not torch.equal(vector(0, "down"), vector(1, "down"))

@@ -96,7 +96,10 @@ def test_the_prediction_layer_is_left_out_by_name(
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        (qwen3_moe_config(num_experts_per_tok=9), "top_k 9 of 8 candidate experts"),
+        (
+            qwen3_moe_config(num_experts_per_tok=9),
+            "top_k 9 of 8 candidate experts; correct num_experts_per_tok 9",
+        ),
         (qwen3_moe_config(num_experts=0), "num_experts must be a positive integer, not 0"),
         (qwen3_moe_config(mlp_only_layers=[-1]), "mlp_only_layers must be a list"),
         (qwen3_moe_config(mlp_only_layers="1"), "mlp_only_layers must be a list"),
@@ -106,7 +109,11 @@ def test_the_prediction_layer_is_left_out_by_name(
         (glm4_moe_config(n_group=3), "8 experts do not divide into 3 groups"),
         (glm4_moe_config(n_group=8), "8 groups of 8 experts hold fewer than two"),
         (glm4_moe_config(topk_group=5), "top_groups 5 of 4 groups"),
-        (glm4_moe_config(topk_group=1), "top_k 3 of 2 candidate experts"),
+        (
+            glm4_moe_config(topk_group=1),
+            "top_k 3 of 2 candidate experts; correct num_experts_per_tok 3, n_group 4 and "
+            "topk_group 1",
+        ),
         (glm4_moe_config(routed_scaling_factor=0), "routed_scaling_factor must be a positive"),
         (glm4_moe_config(first_k_dense_replace=-1), "first_k_dense_replace must be a non-neg"),
         (glm4_moe_config(scoring_func="softmax"), "scoring_func 'softmax' is not supported"),

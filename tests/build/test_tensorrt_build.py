@@ -110,8 +110,10 @@ def test_sizes(build: Build, max_batch_size: int, max_seq_len: int, budget: int)
         (glm4_moe_config(moe_intermediate_size=64), "NVFP4", 2),
         (glm4_moe_config(), "W4A16_NVFP4", 1),
         (qwen3_moe_config(), None, 1),
+        (glm4_moe_config(moe_intermediate_size=64), "NVFP4_AWQ", 1),
+        (glm4_moe_config(moe_intermediate_size=64), "NVFP4_SVD", 2),
     ],
-    ids=["qwen3-w4a4", "glm-w4a4-two-ranks", "glm-w4a16", "qwen3-bf16"],
+    ids=["qwen3-w4a4", "glm-w4a4-two-ranks", "glm-w4a16", "qwen3-bf16", "glm-awq", "glm-svd"],
 )
 def test_experts(tmp_path: Path, config: dict[str, Any], algorithm: str | None, ranks: int) -> None:
     """Experts as batched products: FP4 weights stay FP4 at run time where activations are."""

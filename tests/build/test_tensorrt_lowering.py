@@ -49,6 +49,7 @@ CASES = {
     "untied-w4a4": (tiny_config(**TINY), "NVFP4"),
     "tied-w4a16": (tiny_config(**TINY, tie_word_embeddings=True), "W4A16_NVFP4"),
     "awq-w4a4": (tiny_config(**TINY), "NVFP4_AWQ"),
+    "svd-w4a4": (tiny_config(**TINY), "NVFP4_SVD"),
     "bf16-one-kv-head": (tiny_config(**TINY, num_key_value_heads=1), None),
     "bf16-bias": (tiny_config(**TINY, attention_bias=True), None),
     "moe-qwen3-w4a4": (qwen3_moe_config(**TINY), "NVFP4"),
@@ -60,6 +61,14 @@ CASES = {
     "moe-glm-w4a4": (
         glm4_moe_config(**TINY, moe_intermediate_size=64, attention_bias=False),
         "NVFP4",
+    ),
+    "moe-glm-awq": (
+        glm4_moe_config(**TINY, moe_intermediate_size=64, attention_bias=False),
+        "NVFP4_AWQ",
+    ),
+    "moe-glm-svd": (
+        glm4_moe_config(**TINY, moe_intermediate_size=64, attention_bias=False),
+        "NVFP4_SVD",
     ),
     "moe-glm-w4a16": (glm4_moe_config(**TINY, moe_intermediate_size=64), "W4A16_NVFP4"),
     "moe-glm-bf16": (
@@ -88,6 +97,10 @@ _ODD = TINY | {
 UNEVEN = {
     "uneven-qwen3-bf16": (qwen3_moe_config(**_ODD), None),
     "uneven-glm-w4a16": (glm4_moe_config(**_ODD), "W4A16_NVFP4"),
+}
+FACTORS = {
+    "svd-qwen3": (qwen3_moe_config(**_ODD), "NVFP4_SVD"),
+    "svd-glm": (glm4_moe_config(**_ODD), "NVFP4_SVD"),
 }
 # As in GLM-5, a query times its scale is exact.
 _GLM5 = TINY | {"qk_nope_head_dim": 48}
@@ -159,9 +172,12 @@ class Pairs:
             )
         checkpoint = self._directory / case
         if not checkpoint.exists():
-            config, algorithm = (CASES | UNEVEN)[case]
+            config, algorithm = (CASES | UNEVEN | FACTORS)[case]
             random_checkpoint(checkpoint, config, algorithm=algorithm)
-        options = BuildOptions(checkpoint=checkpoint, max_seq_len=40, max_num_rows=128)
+        activations = "bf16" if case in FACTORS else None
+        options = BuildOptions(
+            checkpoint=checkpoint, max_seq_len=40, max_num_rows=128, activations=activations
+        )
         return describe(options)
 
 
@@ -190,7 +206,7 @@ def forced(pair: Pair, batch: Batch, want: dict[str, torch.Tensor]) -> dict[str,
         x = want[op.inputs[0]]
         for index, part in enumerate(codes(pair, op, x.reshape(-1, x.shape[-1]))):
             wide = part.float().reshape(*x.shape[:-1], -1)
-            if op.kind == "experts_down":
+            if op.inputs[0] in routed_tensors(pair.reference.network):
                 laid_out = by_expert(batch, wide, want[op.inputs[1]])
             elif op.kind == "experts_up":
                 laid_out = batch.padded(wide).flatten(0, 1)[None]
@@ -238,7 +254,11 @@ def test_every_op_of_a_target(pairs: Pairs, case: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["awq-w4a4", "moe-qwen3-awq", "untied-w4a4", "moe-glm-w4a4", "demo-nvfp4"]
+    "case",
+    [
+        *("awq-w4a4", "svd-w4a4", "moe-qwen3-awq", "untied-w4a4", "moe-glm-w4a4", "moe-glm-awq"),
+        *("moe-glm-svd", "demo-nvfp4"),
+    ],
 )
 def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
     """Activations get the reference's codes and block scales, but where float32 and float64
@@ -258,7 +278,7 @@ def test_w4a4_codes_and_products(pairs: Pairs, case: str) -> None:
             zip(codes(pair, op, x), (decided, scale_decided), strict=True)
         ):
             ours = got[f"{op.name}/quantized:{index}"].float()
-            if op.kind == "experts_down":
+            if op.inputs[0] in routed_tensors(pair.reference.network):
                 slots = int(want[op.inputs[0]].shape[1])
                 ours = by_slot(batch, ours, want[op.inputs[1]], slots).flatten(0, 1)
             else:
@@ -386,7 +406,7 @@ def test_int8_weights_are_the_same_numbers(pairs: Pairs) -> None:
     "case",
     [
         *("bf16-window", "tied-w4a16", "untied-w4a4", "awq-w4a4", "demo-bf16", "demo-reduced"),
-        *("moe-qwen3-bf16", "moe-qwen3-awq", "moe-glm-w4a4"),
+        *("moe-qwen3-bf16", "moe-qwen3-awq", "moe-glm-w4a4", "moe-glm-awq"),
     ],
 )
 def test_two_ranks_are_one(pairs: Pairs, case: str) -> None:
@@ -403,6 +423,17 @@ def test_two_ranks_are_one_in_float32(
     monkeypatch.setattr(backend, "DTYPE", "float32")
     wide = Pairs(tmp_path)
     run_ranks(wide(case), wide.describe(case), 2, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("case", ["svd-qwen3", "svd-glm"])
+def test_low_rank_factors_of_several_ranks(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More ranks than KV heads; inputs rounded to bf16, as four bits would hide mistakes."""
+    monkeypatch.setattr(backend, "DTYPE", "float32")
+    wide = Pairs(tmp_path)
+    for ranks in (2, 4):
+        run_ranks(wide(case), wide.describe(case), ranks, tolerance=2e-2)
 
 
 @pytest.mark.parametrize("case", UNEVEN)

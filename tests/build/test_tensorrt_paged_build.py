@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from engines import ROOT
-from evaluated_engine import evaluated_engine, reference_commit
+from engines import ROOT, random_checkpoint
+from evaluated_engine import ReferenceCommits, evaluated_engine
 from plugin_network import PluginBuilder, plugins
-from runner_checks import PLAIN, TREE, decode, prompts
+from random_glm5 import glm5_config
+from random_hybrid import hybrid_config
+from runner_checks import MAX_TOKENS, PLAIN, TREE, decode, prompts
 from trtree import _core
 from trtree.build import builder
 from trtree.build.engine_dir import EngineDir
 from trtree.build.lowering.tensorrt import backend
 from trtree.build.lowering.tensorrt.library import Library, load_library
-from trtree.build.options import OptionError, read_options
+from trtree.build.options import BuildOptions, OptionError, read_options
 from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine
 
 SIZES = {
@@ -76,7 +78,7 @@ def test_an_engine_directory_that_the_runner_reads(library: PluginLibrary, tmp_p
 
     _, executables = evaluated_engine(options, **SIZES)
     cpu = torch.device("cpu")
-    runner = PagedTensorRTEngine(engine, executables, cpu, reference_commit, target_ctas=64)
+    runner = PagedTensorRTEngine(engine, executables, cpu, ReferenceCommits(), target_ctas=64)
     capabilities = runner.capabilities()
     assert capabilities.kv_layout == _core.KvLayout.PAGED
     assert (capabilities.page_size, capabilities.num_pages) == (8, 32)
@@ -84,6 +86,43 @@ def test_an_engine_directory_that_the_runner_reads(library: PluginLibrary, tmp_p
     given = prompts(2)
     tree, plain = (decode(runner, [(p, mode) for p in given]) for mode in (TREE, PLAIN))
     assert tree == plain
+
+
+@pytest.mark.parametrize(
+    ("config", "plugins_used", "branches"),
+    [
+        (glm5_config(), {"latent_append", "index_top_k", "latent_tree_attention"}, 0),
+        (
+            hybrid_config(
+                "Qwen3_5ForCausalLM",
+                head_dim=64,
+                linear_key_head_dim=64,
+                linear_value_head_dim=64,
+            ),
+            {"tree_attention", "causal_conv", "gated_delta_net"},
+            2,
+        ),
+    ],
+    ids=["glm5", "hybrid"],
+)
+def test_other_families_are_built_and_loaded_alike(
+    library: PluginLibrary,
+    tmp_path: Path,
+    config: dict[str, Any],
+    plugins_used: set[str],
+    branches: int,
+) -> None:
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", config)
+    options = BuildOptions(checkpoint=checkpoint, sm=(120,), output=tmp_path / "engine")
+    engine = EngineDir.open(builder.write(builder.describe(options.with_changes(SIZES))))
+    (entry,) = engine.manifest["tensorrt"]["engines"].values()
+    assert len(entry["branches"]) == branches
+    ((definition, _),) = library.builders[0].builds
+    assert {layer.plugin for layer in definition.plugin_layers} >= plugins_used
+    _, executables = evaluated_engine(options, **SIZES)
+    cpu = torch.device("cpu")
+    runner = PagedTensorRTEngine(engine, executables, cpu, ReferenceCommits(), target_ctas=64)
+    assert len(decode(runner, [([3, 4, 5], PLAIN)])[0]) == MAX_TOKENS
 
 
 def test_every_size_of_a_step_is_in_the_profile(library: PluginLibrary, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Both sides start from the same pages.
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,66 +13,31 @@ import pytest
 import torch
 
 from engines import ROOT, random_checkpoint, sliding_drafter, tiny_config
-from lowered import describe, evaluators, lower_networks, recorded, references
-from network_evaluator import NetworkEvaluator, evaluate_together
-from op_checks import check_op, relative, steps_apart
-from paged_batch import PagedBatch, make_paged_batch, ragged_forced
+from lowered import describe, evaluators, lower_networks
+from network_evaluator import evaluate_together
+from op_checks import relative
+from paged_pairs import Pair, check_ops, pairs_of, tiny, whole
 from plugin_network import PluginBuilder, plugins
 from random_moe import glm4_moe_config
-from trtree.build.builder import EngineDescription
 from trtree.build.lowering.division import Shard
-from trtree.build.lowering.reference import ReferenceNetwork, StepContext
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library, load_plugins
-from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
-from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
+from trtree.build.lowering.tensorrt.lower import lower
+from trtree.build.lowering.tensorrt.paged import paged_lowering
+from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.graph import Graph, WeightInfo
 from trtree.build.network.network import NetworkError, Owner
 from trtree.build.network.rope import RopeTable
-from trtree.build.options import BuildOptions, OptionError, read_options
+from trtree.build.options import OptionError, read_options
 from trtree.build.plan import memory_plan
 
-TREE = [-1, 0, 0, 1, 1, 2, -1, 6]
 HEADS_OF_64 = {"head_dim": 64, "vocab_size": 96}
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 5,
     "use_sliding_window": True,
 }
-
-
-@dataclasses.dataclass
-class Pair:
-    lowered: LoweredNetwork
-    evaluator: NetworkEvaluator
-    reference: ReferenceNetwork
-
-    def batch(self, kind: str, *, length: int = 300) -> PagedBatch:
-        """A prefill chunk, or trees and a single row; prefixes of more than one work item."""
-        parents = [[-1, 0, 1, 2, 3, 4]] if kind == "prefill" else [TREE, [-1], TREE[:3]]
-        generator = torch.Generator().manual_seed(len(kind))
-        ids = [torch.randint(0, 90, (len(p),), generator=generator).tolist() for p in parents]
-        lengths = [9] if kind == "prefill" else [7, 0, length]
-        states = self.reference.network.states
-        return make_paged_batch(self.lowered, lengths, ids, parents, states)
-
-
-def pairs_of(description: EngineDescription, directory: Path) -> dict[str, Pair]:
-    directory.mkdir(exist_ok=True)
-    lowered = lower_networks(description)
-    evaluated = evaluators(lowered)
-    loaded = references(description, directory)
-    return {name: Pair(lowered[name], evaluated[name], loaded[name]) for name in lowered}
-
-
-def tiny(directory: Path, config: dict[str, Any], **changes: Any) -> EngineDescription:
-    checkpoint = directory / "checkpoint"
-    if not checkpoint.exists():
-        random_checkpoint(checkpoint, config, algorithm=None)
-    options = BuildOptions(checkpoint=checkpoint, max_seq_len=200, kv_tokens=1000, max_num_rows=128)
-    paged = {"backend": "tensorrt", "attention": "plugin", "max_seq_len": 256}
-    return describe(options, **paged | changes)
 
 
 @pytest.fixture(scope="module", params=[1, 16], ids=["page1", "page16"])
@@ -110,38 +74,6 @@ def demo(
         options, backend="tensorrt", attention="plugin", activations="bf16", **sizes
     )
     return pairs_of(description, directory / "reference")
-
-
-def check_ops(pair: Pair, batch: PagedBatch, **more: torch.Tensor) -> set[str]:
-    """Every op on the reference's inputs, and the caches afterwards; the kinds compared."""
-    context = batch.context()
-    given = {**batch.reference_inputs(), **more}
-    want = recorded(pair.reference, given, context)
-    network = pair.reference.network
-    inputs = batch.ragged_inputs(pair.lowered, **more)
-    got = pair.evaluator.run(inputs, ragged_forced(pair.lowered, network, batch, want))
-    checked = set()
-    for op in network.ops:
-        weights = [network.weights[name] for name in op.weights]
-        rounds_twice = any(w.activations == "bf16" or w.has_bias for w in weights)
-        for name in op.outputs:
-            if name not in pair.lowered.tensors:
-                continue  # turned keys, which lie in the cache alone
-            computed = got[pair.lowered.tensors[name]]
-            computed = computed if want[name].ndim == 3 else computed[0]
-            check_op(op, rounds_twice, computed[: batch.num_rows], want[name])
-            checked.add(op.kind)
-    check_caches(inputs, context)
-    return checked
-
-
-def check_caches(inputs: dict[str, torch.Tensor], context: StepContext) -> None:
-    """Every element of every page, of nobody's too; keys are turned by other arithmetic."""
-    for name, cache in context.caches.items():
-        assert torch.equal(inputs[f"{name}.v"].float(), cache.v.float()), name
-        apart = steps_apart(inputs[f"{name}.k"], cache.k)
-        assert apart.max() <= 1, name
-        assert (apart > 0).double().mean() < 1e-3, name
 
 
 @pytest.mark.parametrize("kind", ["prefill", "tree"])
@@ -211,21 +143,6 @@ def test_a_whole_target_with_experts(tmp_path: Path) -> None:
     pair = pairs_of(description, tmp_path / "reference")["target"]
     got, want = whole(pair, "tree", length=100)
     assert relative(got, want).median() < 1e-2
-
-
-def whole(
-    pair: Pair,
-    kind: str,
-    change: Callable[[dict[str, torch.Tensor]], None] = lambda _: None,
-    *,
-    length: int = 300,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of both; ``change`` spoils the lowered network's inputs."""
-    batch = pair.batch(kind, length=length)
-    inputs = batch.ragged_inputs(pair.lowered)
-    change(inputs)
-    got = pair.evaluator.run(inputs)["output.logits"][0]
-    return got, pair.reference.run(batch.reference_inputs(), batch.context())["logits"]
 
 
 def _wrong_mask(inputs: dict[str, torch.Tensor]) -> None:

@@ -1,6 +1,5 @@
 """The CPU engine against the reference: op by op on identical inputs, then whole networks."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +8,8 @@ import pytest
 import torch
 
 from engines import DEMO_VOCAB, demo_text
-from op_by_op import OpByOp
-from steps import prefill, random_tree, run_rows
+from op_by_op import PAGES, OpByOp
+from steps import prefill
 from trtree import _core
 from trtree.plugins.tree_attention.contract import AttentionSegment
 from trtree.runtime.engines import open_engine
@@ -22,23 +21,12 @@ TOLERANCE = 1e-6
 
 @pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
 def test_op_by_op(demo_engine: Callable[..., Path], activations: str) -> None:
-    page_size, vocab = 16, DEMO_VOCAB
     _, engine = open_engine(demo_engine(backend="cpu", activations=activations))
     _, reference = open_engine(demo_engine(backend="reference", activations=activations))
-    check = OpByOp(engine, reference, page_size)
-    rng = random.Random(0)
-    pages = [9, 3, 14, 0, 7, 5, 12, 2]
-    page_table = torch.tensor(pages)
-
-    prompt = [rng.randrange(vocab) for _ in range(37)]
-    check.rows_of(0, prompt, list(range(-1, 36)), pages)
-    prefill(engine, _core.Sequence(1, 0, 0, pages), prompt)
-    tokens, parents = random_tree(rng, 50, vocab)
-    check.rows_of(37, tokens, parents, pages)
-    run_rows(engine, [(_core.Sequence(1, 0, 37, pages), tokens, parents)])
-
+    check = OpByOp(engine, reference)
+    check.prompt_and_tree(DEMO_VOCAB)
     block, mask = 8, 1
-    at = _core.Sequence(1, 0, 37, pages)
+    at = _core.Sequence(1, 0, 37, PAGES)
     slots = torch.arange(37, 37 + block, dtype=torch.int32)
     check.rows["drafter_block"] = {
         "token_ids": torch.tensor([11] + [mask] * (block - 1)),
@@ -47,7 +35,7 @@ def test_op_by_op(demo_engine: Callable[..., Path], activations: str) -> None:
         "packed_mask": torch.full((block, 1), 2**block - 1, dtype=torch.int32),
         "output_rows": torch.arange(1, block, dtype=torch.int32),
     }
-    check.segments["drafter_block"] = [AttentionSegment(0, block, 37, page_table)]
+    check.segments["drafter_block"] = [AttentionSegment(0, block, 37, torch.tensor(PAGES))]
     engine.draft([_core.DraftRequest(at, 11)], 16)
     engine.observe(None)
 

@@ -1,12 +1,10 @@
 """An engine that fails in any of its calls: no token is lost, doubled or told before its time."""
 
 import threading
-from collections.abc import Sequence
 
 import pytest
 
 from toy_engine import ToyEngine, ToyLogits, decode
-from trtree import _core
 from trtree.runtime.executor import (
     CapacitySchedulerPolicy,
     DecodingMode,
@@ -20,39 +18,12 @@ from trtree.runtime.executor import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from wrapped_engine import FailingEngine, GatedEngine
 
 PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
 MODES = [PLAIN, SpeculativeConfig(DecodingMode.CHAIN), SpeculativeConfig(tree_budget=8)]
 NO_EVICT = SchedulerConfig(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT)
 PROMPTS = [[i, 1, 2, 3, 4, 5] for i in range(5)]
-
-
-class FailingEngine(ToyEngine):
-    """Fails once, in its ``at``-th draft, step or commit; "half" of a commit may be done."""
-
-    def __init__(self, call: str, at: int, **options: int) -> None:
-        super().__init__(**options)
-        self.call = call
-        self.left = at
-
-    def _count(self, call: str) -> None:
-        self.left -= call == self.call
-        if self.left == 0 and call == self.call:
-            raise RuntimeError(f"{call} failed")
-
-    def step(self, batch: _core.RowBatch) -> _core.StepResult:
-        self._count("step")
-        return super().step(batch)
-
-    def commit(self, commits: Sequence[_core.Commit]) -> None:
-        self._count("commit")
-        super().commit(commits[: len(commits) // 2])
-        self._count("half")
-        super().commit(commits[len(commits) // 2 :])
-
-    def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:
-        self._count("draft")
-        return super().draft(requests, top_k)
 
 
 def run(executor: Executor) -> tuple[dict[int, list[int]], dict[int, FinishReason], int]:
@@ -88,11 +59,11 @@ def run(executor: Executor) -> tuple[dict[int, list[int]], dict[int, FinishReaso
 )
 def test_a_failed_round_has_not_been(mode: SpeculativeConfig, call: str, at: int) -> None:
     for scheduler in (SchedulerConfig(), NO_EVICT):
-        engine = FailingEngine(call, at, num_pages=30 if at > 2 else 400)
+        engine = FailingEngine(ToyEngine(num_pages=30 if at > 2 else 400), call, at)
         executor = Executor(engine, ExecutorConfig(scheduler_config=scheduler))
         ids = [executor.enqueue_request(Request(p, 12, speculative=mode)) for p in PROMPTS]
         tokens, ends, failures = run(executor)
-        assert (failures == 1) == (engine.left <= 0)
+        assert (failures == 1) == engine.failed
         assert tokens == {i: decode(p, 12, 13) for i, p in zip(ids, PROMPTS, strict=True)}
         assert set(ends.values()) == {FinishReason.LENGTH}
         after = executor.latest_statistics()
@@ -105,7 +76,7 @@ def test_a_failed_round_has_not_been(mode: SpeculativeConfig, call: str, at: int
 @pytest.mark.parametrize("call", ["draft", "step", "commit", "half"])
 @pytest.mark.parametrize("by_shutdown", [True, False])
 def test_requests_can_be_ended_after_a_failure(call: str, by_shutdown: bool) -> None:
-    executor = Executor(FailingEngine(call, 2))
+    executor = Executor(FailingEngine(ToyEngine(), call, 2))
     ids = [executor.enqueue_request(Request(p, 50, speculative=MODES[2])) for p in PROMPTS]
     with pytest.raises(RuntimeError, match="failed"):
         while True:
@@ -156,27 +127,14 @@ def test_a_row_that_cannot_be_sampled_undoes_the_rows_before_it(bad_step: int) -
     assert results(bad_step) == results(0)
 
 
-class GatedEngine(ToyEngine):
-    """Says that it is in a step, and waits there."""
-
-    def __init__(self, **options: int) -> None:
-        super().__init__(**options)
-        self.inside, self.gate = threading.Event(), threading.Event()
-
-    def step(self, batch: _core.RowBatch) -> _core.StepResult:
-        self.inside.set()
-        assert self.gate.wait(30)
-        return super().step(batch)
-
-
 def test_a_running_round_counts_what_waits_for_it() -> None:
-    engine = GatedEngine(max_batch_size=1)
+    engine = GatedEngine(ToyEngine(max_batch_size=1))
     executor = Executor(engine, ExecutorConfig(max_queue_size=2))
     for i in range(2):
         executor.enqueue_request(Request([i], 1))
     thread = threading.Thread(target=executor.await_responses)
     thread.start()
-    assert engine.inside.wait(30)
+    assert engine.waiting.wait(60)
     now = executor.latest_statistics()
     executor.enqueue_request(Request([2], 1))
     try:
@@ -185,7 +143,7 @@ def test_a_running_round_counts_what_waits_for_it() -> None:
         assert (now.active_requests, now.queued_requests) == (1, 1)
         assert now.free_pages < now.total_pages
     finally:
-        engine.gate.set()
+        engine.open()
         thread.join()
 
 

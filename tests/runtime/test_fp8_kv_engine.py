@@ -103,16 +103,8 @@ def load(build: Build) -> Load:
 
 def worst_ops(engine: _core.Engine, reference: _core.Engine) -> dict[str, float]:
     """A prompt, then a tree, op by op."""
-    check = OpByOp(engine, reference, page_size=16)
-    rng = random.Random(0)
-    pages = [9, 3, 14, 0, 7, 5]
-    prompt = [rng.randrange(VOCAB) for _ in range(37)]
-    check.rows_of(0, prompt, list(range(-1, 36)), pages)
-    prefill(engine, _core.Sequence(1, 0, 0, pages), prompt)
-    check.commit(list(range(37)))
-    tokens, parents = random_tree(rng, 50, VOCAB)
-    check.rows_of(37, tokens, parents, pages)
-    run_rows(engine, [(_core.Sequence(1, 0, 37, pages), tokens, parents)])
+    check = OpByOp(engine, reference)
+    check.prompt_and_tree(VOCAB)
     engine.observe(None)
     return check.worst
 

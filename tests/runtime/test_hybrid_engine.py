@@ -5,23 +5,29 @@ update leak into another branch or into the committed state.
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding import run
-from engines import random_checkpoint
+from bitwise import (
+    Batch,
+    batches,
+    check_commits,
+    check_trees,
+    few_examples,
+    pages_of,
+    plain_logits,
+)
+from decoding import run, run_alone
 from op_by_op import OpByOp
-from random_drafter import random_drafter
+from random_engines import RandomEngines
 from random_hybrid import hybrid_config
+from request_mixes import PLAIN, mixed_requests
 from steps import path_to, prefill, random_tree, run_rows
 from trtree import _core
 from trtree.build import builder
@@ -32,19 +38,14 @@ from trtree.build.text_files import size_text
 from trtree.plugins import branch_state
 from trtree.plugins.gated_delta_net import reference as delta_reference
 from trtree.runtime.engines import open_engine
-from trtree.runtime.engines.cpu import load_cpu_engine
 from trtree.runtime.executor import (
-    DecodingMode,
     Executor,
     ExecutorConfig,
     KvCacheConfig,
     Request,
-    SamplingConfig,
-    SpeculativeConfig,
 )
 
 VOCAB = 80
-PAGE = 16
 FAMILIES = {
     "next": hybrid_config("Qwen3NextForCausalLM"),
     "3.5": hybrid_config("Qwen3_5ForCausalLM"),
@@ -53,160 +54,48 @@ FAMILIES = {
 # Op by op: ops compute in float32 here, in float64 in the reference.
 TOLERANCE = 2e-6
 
-Build = Callable[..., Path]
-
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """An engine by family, quantization, backend and pages."""
-    root = tmp_path_factory.mktemp("hybrid")
-
-    @cache
-    def checkpoint(family: str, algorithm: str | None) -> Path:
-        directory = root / f"{family}.{algorithm}"
-        return random_checkpoint(directory, FAMILIES[family], algorithm=algorithm)
-
-    @cache
-    def drafter(family: str) -> Path:
-        return random_drafter(root / f"{family}.drafter", FAMILIES[family])
-
-    def built(
-        family: str,
-        algorithm: str | None = None,
-        backend: str = "cpu",
-        kv_tokens: int = 4096,
-        page_size: int = PAGE,
-    ) -> Path:
-        return engine(family, algorithm, backend, kv_tokens, page_size)
-
-    @cache
-    def engine(
-        family: str, algorithm: str | None, backend: str, kv_tokens: int, page_size: int
-    ) -> Path:
-        options = BuildOptions(
-            checkpoint=checkpoint(family, algorithm),
-            drafter=drafter(family),
-            output=root / f"{family}.{algorithm}.{backend}.{kv_tokens}.{page_size}",
-            backend=backend,
-            kv_tokens=kv_tokens,
-            page_size=page_size,
-            max_tree_budget=128,
-            max_num_rows=512,
-        )
-        return builder.write(builder.describe(options))
-
-    return built
-
-
-@pytest.fixture(scope="module")
-def load(build: Build) -> Any:
-    @cache
-    def loaded(family: str, threads: int = 1, isa: str = "", **options: Any) -> _core.Engine:
-        directory = EngineDir.open(build(family, **options))
-        return load_cpu_engine(directory, num_threads=threads, isa=isa)
-
-    return loaded
-
-
-def pages_of(request: int) -> list[int]:
-    """An eighth of the pool for each request, in an order of its own."""
-    pages = list(range(request * 32, (request + 1) * 32))
-    random.Random(request).shuffle(pages)
-    return pages
+def engines(tmp_path_factory: pytest.TempPathFactory) -> RandomEngines:
+    return RandomEngines(tmp_path_factory.mktemp("hybrid"), FAMILIES, max_num_rows=512)
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", None])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_op_by_op(build: Build, family: str, algorithm: str | None) -> None:
-    _, engine = open_engine(build(family, algorithm))
-    _, reference = open_engine(build(family, algorithm, "reference"))
-    check = OpByOp(engine, reference, page_size=PAGE)
-    rng = random.Random(0)
-    pages = [9, 3, 14, 0, 7, 5]
-    prompt = [rng.randrange(VOCAB) for _ in range(37)]
-    check.rows_of(0, prompt, list(range(-1, 36)), pages)
-    prefill(engine, _core.Sequence(1, 0, 0, pages), prompt)
-    check.commit(list(range(37)))
-    tokens, parents = random_tree(rng, 50, VOCAB)
-    check.rows_of(37, tokens, parents, pages)
-    run_rows(engine, [(_core.Sequence(1, 0, 37, pages), tokens, parents)])
+def test_op_by_op(engines: RandomEngines, family: str, algorithm: str | None) -> None:
+    _, engine = open_engine(engines.build(family, algorithm))
+    _, reference = open_engine(engines.build(family, algorithm, backend="reference"))
+    check = OpByOp(engine, reference)
+    check.prompt_and_tree(VOCAB)
     engine.observe(None)
     assert set(check.worst) >= {"causal_conv", "gated_delta_net", "sigmoid_mul", "split"}
     assert max(check.worst.values()) < TOLERANCE, check.worst
 
 
-def plain_logits(engine: _core.Engine, tokens: list[int]) -> bytes:
-    """Logits after the last of the tokens, each decoded in a step of its own."""
-    for position, token in enumerate(tokens):
-        logits = prefill(engine, _core.Sequence(99, 7, position, pages_of(7)), [token])
-    return logits[0].tobytes()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(
-    max_examples=8,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@few_examples(8)
 @given(
     seed=st.integers(0, 2**32),
-    batch=st.lists(
-        st.tuples(
-            st.integers(0, 40),  # prefix
-            st.sampled_from([0, 1, 7, 31, 32, 33, 64, 65]),  # budget
-        ),
-        min_size=1,
-        max_size=6,
-    ),
+    batch=batches(prefixes=40, budgets=[0, 1, 7, 31, 32, 33, 64, 65], requests=6),
     threads=st.sampled_from([1, 2]),
 )
 def test_tree_rows_equal_plain_decoding_byte_for_byte(
-    load: Any, family: str, seed: int, batch: list[tuple[int, int]], threads: int
+    engines: RandomEngines, family: str, seed: int, batch: Batch, threads: int
 ) -> None:
-    rng = random.Random(seed)
-    engine = load(family, threads, algorithm="NVFP4")
-    requests, prefixes = [], []
-    for index, (length, budget) in enumerate(batch):
-        pages, prefix = pages_of(index), [rng.randrange(VOCAB) for _ in range(length)]
-        # The prompt in chunks, of which the first begins the slot afresh.
-        for start in range(0, length, 17):
-            at = _core.Sequence(index, index, start, pages)
-            prefill(engine, at, prefix[start : start + 17])
-        tokens, parents = random_tree(rng, budget, VOCAB)
-        requests.append((_core.Sequence(index, index, length, pages), tokens, parents))
-        prefixes.append(prefix)
-    together = run_rows(engine, requests)
-
-    alone = load(family, 1, algorithm="NVFP4", isa="portable")
-    for (_, tokens, parents), prefix, logits in zip(requests, prefixes, together, strict=True):
-        for row in rng.sample(range(len(tokens)), min(2, len(tokens))):
-            path = [*prefix, *(tokens[r] for r in path_to(row, parents))]
-            assert logits[row].tobytes() == plain_logits(alone, path)
+    engine = engines.load(family, "NVFP4", threads)
+    alone = engines.load(family, "NVFP4", isa="portable")
+    check_trees(engine, alone, batch, seed=seed, vocab=VOCAB)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_committed_path_continues_as_if_decoded_plainly(load: Any, family: str) -> None:
-    """Steps that are thrown away, and commits of paths through the middle of a tree."""
-    rng = random.Random(5)
-    engine, alone = load(family, 2), load(family, 1)
-    pages = pages_of(1)
-    committed: list[int] = []
-    for round_ in range(8):
-        at = _core.Sequence(1, 1, len(committed), pages)
-        tokens, parents = random_tree(rng, 40, VOCAB)
-        run_rows(engine, [(at, tokens, parents)])  # never committed
-        tokens, parents = random_tree(rng, 40, VOCAB)
-        (logits,) = run_rows(engine, [(at, tokens, parents)])
-        row = rng.randrange(41) if round_ % 2 else max(range(41), key=lambda r: parents[r])
-        path = path_to(row, parents)
-        expected = plain_logits(alone, committed + [tokens[r] for r in path])
-        assert logits[row].tobytes() == expected
-        engine.commit([_core.Commit(at, path)])
-        committed += [tokens[r] for r in path]
+def test_a_committed_path_continues_as_if_decoded_plainly(
+    engines: RandomEngines, family: str
+) -> None:
+    check_commits(engines.load(family, threads=2), engines.load(family), vocab=VOCAB)
 
 
 def test_a_planted_leak_between_siblings_is_caught(
-    build: Build, monkeypatch: pytest.MonkeyPatch
+    engines: RandomEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that continue the row before them, whoever their parent is: a chain is still
     right, a tree is not."""
@@ -218,7 +107,7 @@ def test_a_planted_leak_between_siblings_is_caught(
     prefix, path = [5, 6, 7], [11, 12]
 
     def last_row(tokens: list[int], parents: list[int]) -> np.ndarray:
-        _, engine = open_engine(build("3.5", None, "reference"))
+        _, engine = open_engine(engines.build("3.5", backend="reference"))
         prefill(engine, _core.Sequence(1, 0, 0, pages_of(0)), prefix)
         at = _core.Sequence(1, 0, len(prefix), pages_of(0))
         return run_rows(engine, [(at, tokens, parents)])[0][-1]
@@ -230,9 +119,9 @@ def test_a_planted_leak_between_siblings_is_caught(
     assert np.abs(last_row([11, 40, 12], [-1, 0, 0]) - right).max() > 1e-3
 
 
-def test_a_slot_is_started_afresh(load: Any) -> None:
+def test_a_slot_is_started_afresh(engines: RandomEngines) -> None:
     """Whatever another request left in it."""
-    engine = load("3.5")
+    engine = engines.load("3.5")
     prompt = [3, 1, 4, 1, 5]
     first = prefill(engine, _core.Sequence(1, 2, 0, pages_of(0)), prompt)
     prefill(engine, _core.Sequence(1, 2, 5, pages_of(0)), [9, 2, 6])
@@ -241,37 +130,6 @@ def test_a_slot_is_started_afresh(load: Any) -> None:
     after = prefill(engine, _core.Sequence(2, 2, 5, pages_of(1)), [7])
     other = prefill(engine, _core.Sequence(3, 4, 0, pages_of(2)), [*prompt, 7])
     assert after[0].tobytes() == other[5].tobytes()
-
-
-def alone(engine: _core.Engine, requests: list[Request]) -> list[list[int]]:
-    """Tokens of each request, decoded with nothing before it or beside it."""
-    cold = ExecutorConfig(kv_cache_config=KvCacheConfig(enable_block_reuse=False))
-    return [tokens for r in requests for tokens, _ in run(Executor(engine, cold), [r])]
-
-
-def mixed_requests(count: int, rng: random.Random) -> list[Request]:
-    """Trees, chains and plain decoding, greedy and sampled; two in three begin alike."""
-    shared = [rng.randrange(VOCAB) for _ in range(20)]
-    requests = []
-    for index in range(count):
-        own = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 18))]
-        sampling = SamplingConfig(temperature=0.8, seed=index) if index % 5 == 4 else None
-        request = Request(
-            (shared if index % 3 else []) + own,
-            max_tokens=rng.randint(16, 28),
-            speculative=MODES[index % 4],
-            sampling=sampling or SamplingConfig(),
-        )
-        requests.append(request)
-    return requests
-
-
-MODES = [
-    SpeculativeConfig(DecodingMode.TREE, tree_budget=64),
-    SpeculativeConfig(DecodingMode.CHAIN),
-    SpeculativeConfig(DecodingMode.PLAIN),
-    SpeculativeConfig(DecodingMode.TREE, tree_budget=16),
-]
 
 
 CACHE = KvCacheConfig(snapshot_interval=8)
@@ -284,14 +142,14 @@ CACHE = KvCacheConfig(snapshot_interval=8)
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_requests_answer_as_if_alone(
-    load: Any, family: str, kv_tokens: int, page_size: int
+    engines: RandomEngines, family: str, kv_tokens: int, page_size: int
 ) -> None:
     """Also where the pool is too small for all at once, and where they begin with what others
     have left: pages, and snapshots of their state."""
-    engine = load(family, 2, kv_tokens=kv_tokens, page_size=page_size)
+    engine = engines.load(family, threads=2, kv_tokens=kv_tokens, page_size=page_size)
     assert engine.capabilities().tree_state == _core.TreeState.EXACT
-    requests = mixed_requests(16, random.Random(2))
-    expected = alone(load(family, 1), requests)
+    requests = mixed_requests(16, random.Random(2), vocab=VOCAB)
+    expected = run_alone(engines.load(family), requests)
     executor = Executor(engine, ExecutorConfig(kv_cache_config=CACHE, record_rounds=True))
     rows = []
     for _ in range(2):
@@ -305,12 +163,12 @@ def test_mixed_requests_answer_as_if_alone(
         assert rows[1] < 0.7 * rows[0]  # prompts that have been seen
 
 
-def test_200_requests_at_once_answer_as_if_alone(load: Any) -> None:
+def test_200_requests_at_once_answer_as_if_alone(engines: RandomEngines) -> None:
     """Cold, and on what they left themselves."""
-    requests = mixed_requests(200, random.Random(9))
-    expected = alone(load("3.5-moe", 1), requests)
+    requests = mixed_requests(200, random.Random(9), vocab=VOCAB)
+    expected = run_alone(engines.load("3.5-moe"), requests)
     assert all(len(t) == r.max_tokens for t, r in zip(expected, requests, strict=True))
-    executor = Executor(load("3.5-moe", 2), ExecutorConfig(kv_cache_config=CACHE))
+    executor = Executor(engines.load("3.5-moe", threads=2), ExecutorConfig(kv_cache_config=CACHE))
     for warm in (False, True):
         before = executor.latest_statistics()
         assert [tokens for tokens, _ in run(executor, requests)] == expected
@@ -324,10 +182,10 @@ def test_200_requests_at_once_answer_as_if_alone(load: Any) -> None:
         assert cached > 0
 
 
-def test_saved_states_continue_as_the_slot_did(load: Any) -> None:
+def test_saved_states_continue_as_the_slot_did(engines: RandomEngines) -> None:
     """A state saved inside a prompt's chunk, and two on a path through a tree, in another slot."""
     rng = random.Random(4)
-    engine = load("3.5", 2, algorithm="NVFP4")
+    engine = engines.load("3.5", "NVFP4", 2)
     tokens, parents = random_tree(rng, 30, VOCAB)
     prompt = [rng.randrange(VOCAB) for _ in range(33)]
     at = _core.Sequence(1, 1, 0, pages_of(1))
@@ -362,9 +220,9 @@ def test_saved_states_continue_as_the_slot_did(load: Any) -> None:
 )
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_saves_that_cannot_be(
-    build: Build, backend: str, saves: list[tuple[int, int]], named: str
+    engines: RandomEngines, backend: str, saves: list[tuple[int, int]], named: str
 ) -> None:
-    _, engine = open_engine(build("3.5", None, backend))
+    _, engine = open_engine(engines.build("3.5", backend=backend))
     at = _core.Sequence(1, 0, 0, pages_of(0))
     run_rows(engine, [(at, [1, 2, 3], [-1, 0, 1])])
     with pytest.raises(ValueError, match=named):
@@ -375,22 +233,22 @@ def test_saves_that_cannot_be(
         engine.load_state(0, 8)
 
 
-def test_the_reference_saves_states_too(build: Build) -> None:
-    _, engine = open_engine(build("next", None, "reference"))
+def test_the_reference_saves_states_too(engines: RandomEngines) -> None:
+    _, engine = open_engine(engines.build("next", backend="reference"))
     executor = Executor(engine, ExecutorConfig(kv_cache_config=CACHE))
-    requests = [Request([7] * 40, 4, speculative=MODES[2])]
+    requests = [Request([7] * 40, 4, speculative=PLAIN)]
     [(cold, _)], [(warm, last)] = run(executor, requests), run(executor, requests)
     assert cold == warm
     assert last.statistics.cached_tokens == 32
 
 
-def test_the_plan_names_memory_per_request(build: Build) -> None:
-    engine = EngineDir.open(build("3.5"))
+def test_the_plan_names_memory_per_request(engines: RandomEngines) -> None:
+    engine = EngineDir.open(engines.build("3.5"))
     # Per value head 16 x 32 numbers, and 3 inputs of 2 * 32 + 128 channels; one such layer.
     per_request = 4 * (4 * 16 * 32 + 3 * 192)
     assert engine.manifest["build_config"]["request_state_bytes"] == per_request
     options = BuildOptions(
-        checkpoint=engine.path.parent / "3.5.None", output=engine.path, max_batch_size=8
+        checkpoint=engines.checkpoint("3.5"), output=engine.path, max_batch_size=8
     )
     # A row keeps its convolution's input, key, update and decay: what a tree adds, and all.
     per_row = 4 * (192 + 32 + 128 + 4)

@@ -1,7 +1,5 @@
 """Prefixes of requests with recurrent state: they begin at pages that have a snapshot of it."""
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +16,7 @@ from trtree.runtime.executor import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from wrapped_engine import FailingEngine
 
 
 def executor_of(engine: _core.Engine, interval: int = 4, **config: object) -> Executor:
@@ -164,34 +163,12 @@ def test_engines_without_snapshots_begin_at_the_beginning() -> None:
     assert executor.latest_statistics().cached_pages == 0
 
 
-class FailingEngine(ToyEngine):
-    """Fails once, in a commit after it has written half of it, or in loading a state."""
-
-    def __init__(self, call: str, at: int) -> None:
-        super().__init__(state_snapshots=3, num_pages=40)
-        self.call, self.left = call, at
-
-    def _count(self, call: str) -> None:
-        self.left -= call == self.call
-        if self.left == 0 and call == self.call:
-            raise RuntimeError(f"{call} failed")
-
-    def commit(self, commits: Sequence[_core.Commit]) -> None:
-        super().commit(commits[: len(commits) // 2])
-        self._count("commit")
-        super().commit(commits[len(commits) // 2 :])
-
-    def load_state(self, snapshot: int, slot: int) -> None:
-        self._count("load")
-        super().load_state(snapshot, slot)
-
-
 @pytest.mark.parametrize(
     ("call", "at"),
-    [("commit", 1), ("commit", 2), ("commit", 4), ("commit", 9), ("load", 1), ("load", 3)],
+    [("half", 1), ("half", 2), ("half", 4), ("half", 9), ("load_state", 1), ("load_state", 3)],
 )
 def test_a_failed_round_leaves_no_snapshot(call: str, at: int) -> None:
-    engine = FailingEngine(call, at)
+    engine = FailingEngine(ToyEngine(state_snapshots=3, num_pages=40), call, at)
     executor = executor_of(engine)
     prompts = [[*range(9), i // 2, *range(i)] for i in range(8)]
     for _ in range(2):
@@ -207,7 +184,7 @@ def test_a_failed_round_leaves_no_snapshot(call: str, at: int) -> None:
             for response in responses:
                 tokens[response.request_id] += response.token_ids
         assert tokens == {i: decode(p, 20, 13) for i, p in zip(ids, prompts, strict=True)}
-    assert engine.left <= 0
+    assert engine.failed
     after = executor.latest_statistics()
     assert after.free_pages + after.cached_pages == after.total_pages
     assert after.prompt_tokens == 2 * sum(map(len, prompts))

@@ -22,7 +22,8 @@ from runner_checks import (
 )
 from trtree import _core
 from trtree.build.options import read_options
-from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine, device_commit, rounded_up
+from trtree.runtime.engines.tensorrt_commits import DeviceCommits
+from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine, rounded_up
 from trtree.runtime.executor import Executor, OutputConfig, Request
 
 Evaluated = tuple[PagedTensorRTEngine, dict[str, EvaluatedExecutable]]
@@ -108,7 +109,7 @@ def test_the_commit_kernel_moves_every_layer(kv_cache: str) -> None:
     """The kernel itself, interpreted, on the runner's memory: two requests, scattered pages."""
     engine, _ = evaluated_engine(
         read_options(ROOT / "configs" / "demo.yaml"),
-        device_commit,
+        DeviceCommits(),
         **SIZES | {"page_size": 2, "kv_cache": kv_cache},
     )
     one, other = _core.Sequence(5, 2, 0, [9, 3, 7, 1]), _core.Sequence(6, 0, 1, [4, 11, 2, 8])

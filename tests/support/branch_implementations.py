@@ -7,7 +7,9 @@ from typing import Any
 import tensorrt_rtx as trt
 import torch
 
+from evaluated_engine import ReferenceCommits
 from network_evaluator import NetworkEvaluator
+from plugin_layers import plugin_layer
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
 from trtree.build.lowering.tensorrt.weights import Encoding
@@ -15,15 +17,20 @@ from trtree.build.network.graph import Graph, WeightInfo
 from trtree.build.network.network import Owner
 from trtree.build.network.weight_source import KeyHeads
 from trtree.plugins.branch_cases import masks
-from trtree.plugins.branch_device import BranchTables, path_table
 from trtree.plugins.branch_state import StateSegment
+from trtree.plugins.branch_tables import BranchTables, path_table
 from trtree.plugins.causal_conv import cases as conv_table
 from trtree.plugins.causal_conv import launch as conv
 from trtree.plugins.causal_conv.cases import ConvCaseInputs
 from trtree.plugins.causal_conv.contract import input_table
+from trtree.plugins.causal_conv.specs import ConvLayer
 from trtree.plugins.gated_delta_net import cases as delta_table
 from trtree.plugins.gated_delta_net import launch as delta
 from trtree.plugins.gated_delta_net.cases import DeltaCaseInputs
+from trtree.plugins.gated_delta_net.contract import RowUpdates
+from trtree.plugins.gated_delta_net.specs import DeltaConfig
+from trtree.plugins.registry import PLUGINS
+from trtree.plugins.tensorrt_plugin import PluginLayer
 from trtree.runtime.engines import tensorrt_states
 from trtree.runtime.engines.tensorrt_buffers import Binding, EngineSpec
 
@@ -41,8 +48,19 @@ def delta_kernels(inputs: DeltaCaseInputs) -> tuple[torch.Tensor, delta_table.Co
         part.unflatten(1, x.shape[1:])
         for part, x in zip(together, (inputs.q, inputs.k, inputs.v), strict=True)
     )
+    # Of SM 80, or of the others.
+    columns = (16, 32)[len(inputs.q) % 2]
     out, rows = delta.gated_delta_net(
-        q, k, v, inputs.a, inputs.b, inputs.gates, state, tables, masks(inputs.segments)
+        q,
+        k,
+        v,
+        inputs.a,
+        inputs.b,
+        inputs.gates,
+        state,
+        tables,
+        masks(inputs.segments),
+        key_columns=columns,
     )
     assert torch.equal(state, inputs.committed)  # read only until commit
 
@@ -207,3 +225,64 @@ def conv_layers(inputs: ConvCaseInputs) -> tuple[torch.Tensor, conv_table.Commit
     values = step.run({f"x{i}": half.contiguous() for i, half in enumerate(halves)}, kernel)
     committer = step.commit(inputs.committed.float())
     return step.rows(values["output.out"]), lambda paths: committer(paths).to(inputs.x.dtype)
+
+
+def run_plugin(plugin: str, config: Any, known: dict[str, torch.Tensor]) -> None:
+    """The evaluator's results of a plugin layer, rounded, into ``known``."""
+    (of,) = [candidate for candidate in PLUGINS if candidate.name == plugin]
+    types = of.spec(config, 120).types
+    operands = [known[name] for name in of.input_names]
+    results = plugin_layer(plugin, PluginLayer(config, 120).to_json(), operands)
+    for name, result in zip(of.output_names, results, strict=True):
+        known[name] = result.to(torch.float32 if types[name] == "*fp32" else config.dtype)
+
+
+def ragged_tables(
+    segments: Sequence[StateSegment], kernel: int
+) -> tuple[BranchTables, dict[str, torch.Tensor]]:
+    """As the runner gives them: with a row of nobody's, and an idle request."""
+    tables = BranchTables.of(segments, kernel)
+    pad = torch.nn.functional.pad
+    return tables, {
+        "requests": pad(tables.requests, (0, 0, 0, 1)),
+        "owners": pad(tables.owners, (0, 1), value=-1),
+        "inputs": pad(tables.conv_inputs, (0, 0, 0, 1)),
+        "packed_mask": pad(masks(segments), (0, 0, 0, 1)),
+    }
+
+
+def delta_plugins(inputs: DeltaCaseInputs) -> tuple[torch.Tensor, delta_table.Committer]:
+    tables, known = ragged_tables(inputs.segments, KERNEL)
+    for name in "qkvab":
+        x = getattr(inputs, name)
+        known[name] = torch.cat([x, torch.full_like(x[:1], torch.nan)])
+    known |= {"gates": inputs.gates, "state": inputs.committed}
+    rows, key_heads, key_dim = inputs.k.shape
+    heads, value_dim = inputs.v.shape[1:]
+    layer = DeltaConfig(key_dim, value_dim, heads, heads // key_heads, inputs.v.dtype)
+    run_plugin("gated_delta_decay", layer, known)
+    run_plugin("gated_delta_net", layer, known)
+    assert all(torch.isnan(known[name][rows:]).all() for name in ("decay", "update", "out"))
+    kept = RowUpdates(known["k"], known["update"], known["decay"])
+
+    def commit(paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        moved = inputs.committed.clone()
+        ReferenceCommits().state(moved, kept, tables, *path_table(paths, CPU))
+        return moved
+
+    return known["out"][:rows], commit
+
+
+def conv_plugins(inputs: ConvCaseInputs) -> tuple[torch.Tensor, conv_table.Committer]:
+    tables, known = ragged_tables(inputs.segments, inputs.weight.shape[1])
+    x = torch.cat([inputs.x, torch.full_like(inputs.x[:1], torch.nan)])
+    known |= {"x": x, "weight": inputs.weight, "window": inputs.committed}
+    run_plugin("causal_conv", ConvLayer(inputs.weight.shape[1], inputs.x.dtype), known)
+    assert torch.isnan(known["out"][-1:]).all()
+
+    def commit(paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        moved = inputs.committed.clone()
+        ReferenceCommits().window(moved, x, tables, *path_table(paths, CPU))
+        return moved
+
+    return known["out"][:-1], commit

@@ -1,7 +1,7 @@
 """Requests run to their ends."""
 
 from trtree import _core
-from trtree.runtime.executor import Executor, Request, Response
+from trtree.runtime.executor import Executor, ExecutorConfig, KvCacheConfig, Request, Response
 
 
 class Answer:
@@ -35,3 +35,9 @@ def run(executor: Executor, requests: list[Request]) -> list[tuple[list[int], Re
             tokens[response.request_id] += response.token_ids
             last[response.request_id] = response
     return [(tokens[request_id], last[request_id]) for request_id in ids]
+
+
+def run_alone(engine: _core.Engine, requests: list[Request]) -> list[list[int]]:
+    """Tokens of each request, decoded with nothing before it or beside it."""
+    cold = ExecutorConfig(kv_cache_config=KvCacheConfig(enable_block_reuse=False))
+    return [tokens for r in requests for tokens, _ in run(Executor(engine, cold), [r])]

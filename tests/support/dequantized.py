@@ -7,8 +7,8 @@ from trtree.plugins.nvfp4_linear import format as nvfp4
 
 
 def dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every tensor in float32, NVFP4 weights expanded, times what their inputs are scaled by:
-    without rounding of inputs that is the same."""
+    """Every tensor in float32, NVFP4 weights expanded, with their low-rank factors, times what
+    their inputs are scaled by: without rounding of inputs that is the same."""
     tensors = {}
     for name in checkpoint.names():
         module, _, part = name.rpartition(".")
@@ -16,9 +16,12 @@ def dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
             weight = checkpoint.linear([module]).weight
             assert isinstance(weight, nvfp4.QuantizedTensor)
             tensors[name] = nvfp4.dequantize(weight)
+            if (factor := f"{module}.svdquant_lora_a") in checkpoint:
+                up = checkpoint.tensor(f"{module}.svdquant_lora_b").float()
+                tensors[name] += up @ checkpoint.tensor(factor).float()
             if (vector := f"{module}.pre_quant_scale") in checkpoint:
                 tensors[name] *= checkpoint.tensor(vector).float()
-        elif not part.endswith(("_scale", "_scale_2")):
+        elif not part.endswith(("_scale", "_scale_2", "_lora_a", "_lora_b")):
             tensors[name] = checkpoint.tensor(name).float()
     return tensors
 
@@ -41,5 +44,5 @@ def dequantized_by_modelopt(checkpoint: Checkpoint, module: str) -> torch.Tensor
         dtype=torch.float32,
         scale=stored["weight_scale"],
         double_scale=stored["weight_scale_2"],
-        block_sizes={-1: 16},
+        block_sizes={-1: 2 * codes.shape[1] // stored["weight_scale"].shape[1]},
     )

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,9 @@ def random_checkpoint(
 ) -> Path:
     """A bf16 checkpoint of random weights, quantized by ``algorithm`` if one is given.
 
-    With NVFP4_AWQ, o_proj and down_proj scale their inputs. kv_cache: what its cache is
-    calibrated for, FP8 or NVFP4: every scale another, and some numbers beyond it.
+    With NVFP4_AWQ, o_proj, down_proj and experts scale their inputs; with NVFP4_SVD, every
+    linear does, and has low-rank factors. kv_cache: what its cache is calibrated for, FP8 or
+    NVFP4: every scale another, and some numbers beyond it.
     """
     from random_glm5 import random_glm5  # which build on this module
     from random_hybrid import random_hybrid
@@ -129,26 +131,59 @@ def random_checkpoint(
     tensors = make(config, dtype=torch.bfloat16)
     if algorithm is None:
         return write_target(directory, tensors, config)
-    awq = algorithm == "NVFP4_AWQ"
+    scales = algorithm in ("NVFP4_AWQ", "NVFP4_SVD")
     quantized = dict(
         quantize_state_dict(
             tensors.items(),
             exclude=EXCLUDE,
-            algorithm="NVFP4" if awq else algorithm,
+            algorithm="NVFP4" if scales else algorithm,
             input_scales=_scales(tensors),
         )
     )
-    scaled = re.compile(r".*(o_proj|down_proj|\.experts\.\d+\.(gate|up)_proj)\.weight")
-    for name in [n for n in quantized if awq and scaled.fullmatch(n)]:
-        # One for all experts of a layer, and for gate and up, as exporters average them.
-        shared = re.sub(r"experts\.\d+\.(gate_|up_)?", "", name)
-        generator = torch.Generator().manual_seed(len(shared))
-        vector = 0.5 + torch.rand(2 * quantized[name].shape[1], generator=generator)
-        quantized[name.replace(".weight", ".pre_quant_scale")] = vector.bfloat16()
+    if scales:
+        _scale_inputs(quantized, config, everywhere=algorithm == "NVFP4_SVD")
+    if algorithm == "NVFP4_SVD":
+        _add_factors(quantized)
     if kv_cache:
         quantized |= kv_scales(tensors)
     quantization = QuantizationConfig(algorithm, EXCLUDE, kv_cache)
     return write_target(directory, quantized, config, quantization)
+
+
+def _scale_inputs(
+    quantized: dict[str, torch.Tensor], config: Mapping[str, Any], *, everywhere: bool
+) -> None:
+    """As ModelOpt does: linears of one input share their vector, and so do the experts of the
+    families that it averages them for."""
+    averaged = config["model_type"].startswith("qwen3") and not everywhere
+    scaled = re.compile(r".*(o_proj|down_proj|\.experts\.\d+\.(gate|up)_proj)\.weight")
+    for name in [n for n in quantized if n.endswith(".weight_scale_2")]:
+        name = name.removesuffix("_scale_2")
+        if not everywhere and not scaled.fullmatch(name):
+            continue
+        shared = re.sub(r"experts\.\d+\.", "experts.", name) if averaged else name
+        generator = torch.Generator().manual_seed(zlib.crc32(_of_input(shared).encode()))
+        vector = 0.5 + torch.rand(2 * quantized[name].shape[1], generator=generator)
+        quantized[name.replace(".weight", ".pre_quant_scale")] = vector.bfloat16()
+
+
+def _of_input(name: str) -> str:
+    """One name for linears that read the same."""
+    return re.sub(r"[qkv]_proj", "qkv", re.sub(r"(gate|up)_proj", "gate_up", name))
+
+
+def _add_factors(quantized: dict[str, torch.Tensor], rank: int = 8) -> None:
+    """Of every NVFP4 linear, as ModelOpt names them; linears that read the same share A."""
+    for name in [n for n in quantized if n.endswith(".weight_scale_2")]:
+        module = name.removesuffix(".weight_scale_2")
+        rows, half = quantized[f"{module}.weight"].shape
+        for which, label, shape in (
+            ("a", _of_input(module), (rank, 2 * half)),
+            ("b", module, (rows, rank)),
+        ):
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{which}{label}".encode()))
+            factor = 0.2 * torch.randn(shape, generator=generator)
+            quantized[f"{module}.weight_quantizer._svdquant_lora_{which}"] = factor.bfloat16()
 
 
 def kv_scales(tensors: Iterable[str]) -> dict[str, torch.Tensor]:

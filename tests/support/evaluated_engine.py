@@ -1,7 +1,7 @@
 """The TensorRT runner with the network evaluator in the place of the GPU."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,16 @@ from trtree.build.lowering.division import Shard
 from trtree.build.lowering.tensorrt import backend
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
 from trtree.build.options import BuildOptions
-from trtree.plugins.tree_attention import reference as attention
-from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
+from trtree.plugins import latent_cache
+from trtree.plugins.branch_tables import BranchTables
+from trtree.plugins.gated_delta_net.commit import commit as commit_recurrence
+from trtree.plugins.gated_delta_net.contract import RowUpdates
+from trtree.plugins.latent_cache import LatentCache
+from trtree.plugins.tree_attention.contract import AttentionSegment
 from trtree.plugins.tree_attention.plan import RowTables
 from trtree.runtime.engines.tensorrt import TensorRTEngine
-from trtree.runtime.engines.tensorrt_paged import KvCommit, PagedTensorRTEngine
+from trtree.runtime.engines.tensorrt_commits import Commits, PagesCommit
+from trtree.runtime.engines.tensorrt_paged import PagedTensorRTEngine
 
 
 class EvaluatedExecutable:
@@ -76,34 +81,74 @@ class RankExecutable(EvaluatedExecutable):
             return finished.value
 
 
-CommitFor = Callable[[Sequence[PagedKv]], KvCommit]
+class ReferenceCommits:
+    """The commit kernels' contracts, by the references."""
+
+    def pages(self, caches: Sequence[torch.Tensor]) -> PagesCommit:
+        def commit(tables: RowTables, accepted: torch.Tensor, num_accepted: torch.Tensor) -> None:
+            for request, count in enumerate(num_accepted.tolist()):
+                prefix, pages = int(tables.prefix_lengths[request]), tables.page_table[request]
+                segment, rows = AttentionSegment(0, 0, prefix, pages.long()), accepted[request]
+                for cache in caches:
+                    latent_cache.commit(LatentCache(cache), segment, rows[:count].long())
+
+        return commit
+
+    def window(
+        self,
+        window: torch.Tensor,
+        x: torch.Tensor,
+        tables: BranchTables,
+        accepted: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> None:
+        for slot, fresh, rows in _paths(tables, accepted, num_accepted):
+            before = torch.zeros_like(window[slot]) if fresh else window[slot].clone()
+            window[slot] = torch.cat([before, x[rows]])[-window.shape[1] :]
+
+    def state(
+        self,
+        state: torch.Tensor,
+        rows: RowUpdates,
+        tables: BranchTables,
+        accepted: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> None:
+        for slot, fresh, path in _paths(tables, accepted, num_accepted):
+            k = torch.nn.functional.normalize(rows.k[path].double(), dim=-1)
+            before = state[slot].double() * (0.0 if fresh else 1.0)
+            state[slot] = commit_recurrence(
+                before,
+                k.transpose(0, 1),
+                rows.update[path].double().transpose(0, 1),
+                rows.decay[path].double().T,
+            ).float()
 
 
-def reference_commit(caches: Sequence[PagedKv]) -> KvCommit:
-    """The commit kernel's contract, by the reference."""
-
-    def commit(tables: RowTables, accepted: torch.Tensor, num_accepted: torch.Tensor) -> None:
-        for request, count in enumerate(num_accepted.tolist()):
-            prefix, pages = int(tables.prefix_lengths[request]), tables.page_table[request].long()
-            for cache in caches:
-                segment = AttentionSegment(0, 0, prefix, pages)
-                attention.commit(cache, segment, accepted[request, :count].long())
-
-    return commit
+def _paths(
+    tables: BranchTables, accepted: torch.Tensor, num_accepted: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Of requests that accepted rows: slot, whether nothing is committed, rows of the step."""
+    requests = tables.requests.tolist()
+    for index, ((first, _, slot, fresh), count) in enumerate(
+        zip(requests, num_accepted.tolist(), strict=True)
+    ):
+        if count:
+            yield slot, fresh, first + accepted[index, :count].long()
 
 
 def evaluated_engine(
-    options: BuildOptions, commit_for: CommitFor = reference_commit, **changes: Any
+    options: BuildOptions, commits: Commits | None = None, **changes: Any
 ) -> tuple[Any, dict[str, EvaluatedExecutable]]:
     """The engine that these options would build, without building it; paged with attention
-    plugins, whose commit ``commit_for`` makes."""
+    plugins, committed by ``commits``, by default the references."""
     description = describe(options, **changes)
     lowered = lower_networks(description)
     executables = {
         _file(name, 0): EvaluatedExecutable(evaluator)
         for name, evaluator in evaluators(lowered).items()
     }
-    return _engine(description, 0, lowered, executables, commit_for), executables
+    return _engine(description, 0, lowered, executables, commits), executables
 
 
 def evaluated_ranks(options: BuildOptions, ranks: int, **changes: Any) -> list[Any]:
@@ -117,7 +162,7 @@ def evaluated_ranks(options: BuildOptions, ranks: int, **changes: Any) -> list[A
             _file(name, rank): RankExecutable(evaluator, rank, meeting)
             for name, evaluator in evaluators(lowered).items()
         }
-        engines.append(_engine(description, rank, lowered, executables, reference_commit))
+        engines.append(_engine(description, rank, lowered, executables, None))
     return engines
 
 
@@ -126,7 +171,7 @@ def _engine(
     rank: int,
     lowered: Mapping[str, LoweredNetwork],
     executables: Mapping[str, EvaluatedExecutable],
-    commit_for: CommitFor,
+    commits: Commits | None,
 ) -> TensorRTEngine | PagedTensorRTEngine:
     """With the manifest that the builder would write."""
     sizes, shard = description.engine_sizes, Shard(rank, description.options.tp)
@@ -143,7 +188,9 @@ def _engine(
     cpu = torch.device("cpu")
     if description.options.attention == "native":
         return TensorRTEngine(directory, executables, cpu, rank)
-    return PagedTensorRTEngine(directory, executables, cpu, commit_for, target_ctas=64, rank=rank)
+    return PagedTensorRTEngine(
+        directory, executables, cpu, commits or ReferenceCommits(), target_ctas=64, rank=rank
+    )
 
 
 def _file(network: str, rank: int) -> str:

@@ -19,7 +19,8 @@ from trtree.build.lowering.tensorrt.backend import most_rows
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
-from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
+from trtree.build.lowering.tensorrt.paged import paged_lowering
+from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
 from trtree.build.lowering.tensorrt.weights import Encoding, stage
 from trtree.build.network.network import Network, Op
 from trtree.build.options import BuildOptions
@@ -245,7 +246,7 @@ def routed_tensors(network: Network) -> dict[str, str]:
     """Tensors [rows, slots, F], and the weights [rows, experts] that fill their slots."""
     routed: dict[str, str] = {}
     for op in network.ops:
-        if op.kind == "experts_up":
+        if op.kind in ("experts_up", "experts_scale", "experts_linear"):
             routed[op.outputs[0]] = op.inputs[1]
         elif op.kind == "scale" and op.inputs[0] in routed:
             routed[op.outputs[0]] = routed[op.inputs[0]]

@@ -1,11 +1,13 @@
 """The CPU engine's ops, each compared with the reference's on the same inputs."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from steps import prefill, random_tree, run_rows
 from trtree import _core
 from trtree.build.lowering.reference import _OPS, StepContext, paged_kv
 from trtree.plugins import branch_state
@@ -13,11 +15,14 @@ from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.latent_cache import LatentCache
 from trtree.plugins.tree_attention.contract import AttentionSegment
 
+PAGES = [9, 3, 14, 0, 7, 5, 12, 2]
+
 
 class OpByOp:
     """Feeds what a CPU engine gave each op to the reference's op, and compares results."""
 
-    def __init__(self, engine: Any, reference: Any, page_size: int) -> None:
+    def __init__(self, engine: Any, reference: Any, page_size: int = 16) -> None:
+        self._engine = engine
         self._networks = reference.networks
         self._caches = {
             name: paged_kv(s, 256, page_size)
@@ -79,7 +84,19 @@ class OpByOp:
             error = float(np.abs(ours - reference).max() / np.abs(reference).max())
             self.worst[op.kind] = max(self.worst.get(op.kind, 0.0), error)
 
-    def commit(self, rows: Sequence[int]) -> None:
+    def prompt_and_tree(self, vocab: int, prompt_length: int = 37) -> None:
+        """A prompt, and a step of a tree of 50 nodes behind it."""
+        rng = random.Random(0)
+        prompt = [rng.randrange(vocab) for _ in range(prompt_length)]
+        self.rows_of(0, prompt, list(range(-1, prompt_length - 1)), PAGES)
+        prefill(self._engine, _core.Sequence(1, 0, 0, PAGES), prompt)
+        self._commit(range(prompt_length))
+        tokens, parents = random_tree(rng, 50, vocab)
+        self.rows_of(prompt_length, tokens, parents, PAGES)
+        at = _core.Sequence(1, 0, prompt_length, PAGES)
+        run_rows(self._engine, [(at, tokens, parents)])
+
+    def _commit(self, rows: Sequence[int]) -> None:
         """The engine committed these rows of the step before."""
         for name, states in self._row_states.items():
             branch_state.commit(self._committed[name], states, self._branch, rows)

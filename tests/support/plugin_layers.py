@@ -1,113 +1,26 @@
-"""What the attention plugins' layers compute: their kernels' contract, in float64.
+"""What the plugins' layers compute: their kernels' contract, in float64.
 
 Written from the kernels' arguments, so that page tables, slots, masks and work items mean
 here what they mean there. What a kernel leaves unwritten is NaN.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from trtree.plugins.tree_attention import reference
-from trtree.plugins.tree_attention.contract import E4M3_MAX, Rope
+import attention_layers
+import branch_layers
+import latent_layers
+from trtree.plugins.registry import PLUGINS
 
-Tensors = Mapping[str, torch.Tensor]
+_PLUGINS = {plugin.name: plugin for plugin in PLUGINS}
+_LAYERS = attention_layers.LAYERS | latent_layers.LAYERS | branch_layers.LAYERS
 
 
 def plugin_layer(
     plugin: str, attribute: str, operands: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The outputs, yet to be rounded; the caches are the operands, written in place."""
-    from trtree.plugins.tree_attention.tensorrt_plugin import PLUGINS, PluginLayer
-
-    (known,) = [candidate for candidate in PLUGINS if candidate.name == plugin]
-    layer = PluginLayer.from_json(attribute)
-    return _LAYERS[plugin](layer, dict(zip(known.input_names, operands, strict=True)))
-
-
-def _append(layer: Any, x: Tensors) -> list[torch.Tensor]:
-    config = layer.config
-    live = x["requests"] >= 0
-    slots = x["slots"][live].long()
-    pages = x["page_table"][x["requests"][live].long(), slots // config.page_size].long()
-    where = pages, slots % config.page_size
-
-    def turned(name: str) -> torch.Tensor:
-        if not config.rotary_dim:
-            return x[name][live]
-        rope = Rope(x["cos_sin"], config.interleaved)
-        return reference.rotate(x[name][live], x["positions"][live], rope)
-
-    for part, new in (("k", turned("k")), ("v", x["v"][live])):
-        cache = x[f"{part}_cache_in"]
-        if cache.dtype == torch.float8_e4m3fn:
-            new = (new.float() / x[f"{part}_scale"][:, None]).clamp(-E4M3_MAX, E4M3_MAX)
-        cache[where] = new.to(cache.dtype)
-    q_out = torch.full_like(x["q"], torch.nan)
-    if config.rotary_dim and config.group:
-        q_out[live] = turned("q")
-    return [q_out, x["k_cache_in"], x["v_cache_in"]]
-
-
-def _attention(layer: Any, x: Tensors) -> list[torch.Tensor]:
-    """Per work item its part of the keys: a normalized result and a log-sum-exp, base 2."""
-    from trtree.plugins.tree_attention.tiles import attention_tile
-
-    config = layer.config
-    tile = attention_tile(layer.sm, config.head_dim, config.rows, config.group)
-    partial = (len(x["work"]), config.kv_heads, tile.block_m)
-    out = torch.full((*partial, config.head_dim), torch.nan, dtype=torch.float64)
-    lse = torch.full(partial, torch.nan, dtype=torch.float64)
-    for item, fields in enumerate(x["work"].tolist()):
-        request, tile_row, tile_rows, segment_row, prefix, begin, end = fields
-        if tile_rows == 0:
-            continue
-        rows, slots = slice(tile_row, tile_row + tile_rows), torch.arange(begin, end)
-        pages = x["page_table"][request, slots // config.page_size].long()
-        k, v = (x[f"{name}_cache"][pages, slots % config.page_size].double() for name in "kv")
-        if config.kv_dtype == torch.float8_e4m3fn:
-            k, v = k * x["k_scale"].double()[:, None], v * x["v_scale"].double()[:, None]
-        tree = (slots - prefix).clamp(min=0)
-        words = x["packed_mask"][rows][:, tree // 32].long()
-        visible = (slots < prefix) | ((words >> (tree % 32)) & 1 == 1)
-        if config.window:
-            own = x["positions"][segment_row + tree].long()
-            key_positions = torch.where(slots < prefix, slots, own)
-            edge = x["positions"][rows].long()[:, None] - config.window
-            visible &= key_positions[None, :] > edge
-        q = x["q"][rows].double().unflatten(1, (config.kv_heads, config.group))
-        scores = torch.einsum("rhgd,shd->hrgs", q, k) * config.scale
-        scores = scores.masked_fill(~visible[:, None, :], -torch.inf)
-        weights = scores.softmax(-1).nan_to_num(0.0)
-        lanes = slice(tile_rows * config.group)
-        out[item, :, lanes] = torch.einsum("hrgs,shd->hrgd", weights, v).flatten(1, 2)
-        lse[item, :, lanes] = scores.logsumexp(-1).flatten(1, 2) / torch.tensor(2.0).double().log()
-    return [out, lse]
-
-
-def _combine(layer: Any, x: Tensors) -> list[torch.Tensor]:
-    config = layer.config
-    first, count, row = x["row_splits"].long().unbind(1)
-    splits = torch.arange(max(1, int(count.max())))
-    given = splits < count[:, None]  # [rows, splits]
-    items = torch.where(given, first[:, None] + splits, 0)[:, :, None, None]
-    lanes = (row[:, None] * config.group + torch.arange(config.group))[:, None, None, :]
-    heads = torch.arange(config.kv_heads)[:, None]
-    part_lse = x["partial_lse"][items, heads, lanes].double()  # [rows, splits, kv_heads, group]
-    part_lse = part_lse.masked_fill(~given[:, :, None, None], -torch.inf)
-    top = part_lse.amax(1, keepdim=True)
-    weights = torch.exp2(part_lse - top.clamp(min=-1e30))
-    part = x["partial_out"][items, heads, lanes].double()
-    part = torch.where(weights[..., None] > 0, part, 0.0)
-    total = weights.sum(1)
-    out = (part * weights[..., None]).sum(1) / total[..., None].clamp(min=1.0)
-    lse = (top[:, 0] + total.log2()) * torch.tensor(2.0).double().log()
-    return [out.flatten(1, 2), lse.flatten(1, 2)]
-
-
-_LAYERS: dict[str, Callable[[Any, Tensors], list[torch.Tensor]]] = {
-    "tree_kv_append": _append,
-    "tree_attention": _attention,
-    "tree_attention_combine": _combine,
-}
+    known = _PLUGINS[plugin]
+    tensors = dict(zip(known.input_names, operands, strict=True))
+    return _LAYERS[plugin](known.layer(attribute), tensors)

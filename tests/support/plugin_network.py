@@ -39,7 +39,7 @@ class Plugins:
     """``tensorrt.plugin`` with this project's plugins, for tensors of a PluginNetwork."""
 
     def __init__(self) -> None:
-        from trtree.plugins.tree_attention.tensorrt_plugin import register_plugins
+        from trtree.plugins.registry import PLUGINS, register_plugins
 
         saved = {name: sys.modules.pop(name, None) for name in ("tensorrt", "tensorrt.plugin")}
         try:
@@ -50,10 +50,11 @@ class Plugins:
                 if module is not None:
                     sys.modules[name] = module
         register_plugins(self._trt, self._plugins)
+        self._names = {plugin.name for plugin in PLUGINS}
         self.op = SimpleNamespace(trtree=self)
 
     def __getattr__(self, name: str) -> Callable[..., PluginCall]:
-        if not name.startswith("tree_"):
+        if name.startswith("_") or name not in self._names:
             raise AttributeError(name)
 
         def call(*tensors: Any, layer: str) -> PluginCall:

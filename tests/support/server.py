@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 60
@@ -71,6 +72,11 @@ class ServerProcess:
         total, free, cached = self.metrics("kv_pages", "kv_pages_free", "kv_pages_cached")
         return total - free - cached
 
+    def processor_seconds(self) -> float:
+        """What the server has used of them, however busy the machine is."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
+
     def idle(self, seconds: float = 30) -> bool:
         """Whether requests and pages are gone within this time."""
         deadline = time.monotonic() + seconds
@@ -79,6 +85,15 @@ class ServerProcess:
                 return True
             time.sleep(0.05)
         return False
+
+    def shuts_down(self) -> bool:
+        """Whether ``/health`` comes to say so, while it still answers."""
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            while (health := client.get("/health")).status_code == 200:
+                time.sleep(0.01)
+            return (
+                health.status_code == 503 and "shutting down" in health.json()["error"]["message"]
+            )
 
     def stop(self, sig: int = signal.SIGTERM) -> int:
         """Send a signal; the exit status."""

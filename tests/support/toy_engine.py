@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trtree import _core
+from wrapped_engine import WrappedEngine
 
 EMPTY = -1
 
@@ -155,7 +156,7 @@ class ToyEngine(_core.Engine):
         return slots[: sequence.committed_length].tolist()
 
 
-class ToyLogits(_core.Engine):
+class ToyLogits(WrappedEngine):
     """A toy engine's choices as logits: ``HEIGHT`` for the choice, 0 for all other tokens.
 
     ``nan_at_step``: the step, from 1, whose later rows are not numbers.
@@ -164,24 +165,14 @@ class ToyLogits(_core.Engine):
     HEIGHT = 8.0
 
     def __init__(self, engine: ToyEngine, *, nan_at_step: int = 0) -> None:
-        super().__init__()
-        self.engine = engine
+        super().__init__(engine)
         self.left = nan_at_step
-
-    def capabilities(self) -> _core.Capabilities:
-        return self.engine.capabilities()
 
     def step(self, batch: _core.RowBatch) -> _core.StepResult:
         argmax = self.engine.step(batch).argmax
-        logits = np.zeros((len(argmax), self.engine.c.vocab_size), np.float32)
+        logits = np.zeros((len(argmax), self.capabilities().vocab_size), np.float32)
         logits[np.arange(len(argmax)), argmax] = self.HEIGHT
         self.left -= 1
         if self.left == 0:
             logits[len(argmax) // 2 :, 0] = np.nan
         return _core.StepResult(argmax, logits.reshape(-1))
-
-    def commit(self, commits: Sequence[_core.Commit]) -> None:
-        self.engine.commit(commits)
-
-    def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:
-        return self.engine.draft(requests, top_k)

@@ -78,8 +78,8 @@ class TritonServer(LocalServer):
     def idle(self) -> bool:
         """Whether requests and pages are gone soon."""
         names = ("requests_running", "requests_waiting")
-        return within(15, lambda: not any(self.metric(f"trtree_{n}") for n in names)) and within(
-            30, lambda: self.used_pages() == 0
+        return within(60, lambda: not any(self.metric(f"trtree_{n}") for n in names)) and within(
+            60, lambda: self.used_pages() == 0
         )
 
     def used_pages(self) -> float:

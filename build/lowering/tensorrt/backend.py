@@ -24,11 +24,13 @@ from trtree.build.lowering.tensorrt.library import (
     weights_in_fp4,
 )
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork, lower
-from trtree.build.lowering.tensorrt.paged import PagedSizes, paged_lowering
+from trtree.build.lowering.tensorrt.paged import paged_lowering
+from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
 from trtree.build.lowering.tensorrt.weights import Encoding, constant_bytes, stage
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.network.network import DType, Network, Owner
 from trtree.build.options import BuildOptions, OptionError
+from trtree.plugins.gated_delta_net.tiles import HEAD_DIMS as DELTA_DIMS
 from trtree.plugins.tree_attention.tiles import HEAD_DIMS, MAX_PAGE_SIZE, SMS
 
 DTYPE: DType = "bfloat16"
@@ -135,7 +137,8 @@ def check(options: BuildOptions, networks: Mapping[str, Network]) -> None:
         for op in network.ops:
             if op.kind == "top_k_log_probs" and op.attrs["k"] > MAX_TOP_K:
                 raise OptionError(f"top_k {op.attrs['k']}: TensorRT offers at most {MAX_TOP_K}")
-            if op.kind == "index_select" and op.attrs["top_k"] > MAX_TOP_K:
+            native = options.attention == "native"
+            if op.kind == "index_select" and native and op.attrs["top_k"] > MAX_TOP_K:
                 raise OptionError(
                     f"{op.name}: the checkpoint's index_topk is {op.attrs['top_k']}, TensorRT "
                     f"offers at most {MAX_TOP_K}; pass --backend cpu or reference"
@@ -160,12 +163,18 @@ def _check_plugin(options: BuildOptions, networks: Mapping[str, Network]) -> Non
         )
     states = [state for network in networks.values() for state in network.states.values()]
     for state in states:
-        if state.kind != "kv":
+        if state.kind == "recurrent" and not {state.head_dim, state.value_dim} <= set(DELTA_DIMS):
             raise OptionError(
-                f"attention plugin: {state.name} is {state.kind} state, which its ragged steps do "
-                "not have yet; pass --attention native"
+                f"attention plugin: {state.name} has keys of {state.head_dim} and values of "
+                f"{state.value_dim}, its kernels take {', '.join(map(str, DELTA_DIMS))}; pass "
+                "--attention native"
             )
-        if state.head_dim not in HEAD_DIMS:
+        if state.kind == "latent" and state.head_dim % 2:
+            raise OptionError(
+                f"attention plugin: {state.name} has vectors of {state.head_dim}, and its commit "
+                "kernel moves 32-bit words; pass --attention native"
+            )
+        if state.kind == "kv" and state.head_dim not in HEAD_DIMS:
             raise OptionError(
                 f"attention plugin: {state.name} has heads of {state.head_dim}, its kernels take "
                 f"{', '.join(map(str, HEAD_DIMS))}; pass --attention native"
@@ -178,6 +187,15 @@ def rank_bytes(options: BuildOptions, networks: Mapping[str, Network], owner: Ow
         constant_bytes(network, encoding(options, options.tp - 1))
         for name, network in networks.items()
         if name.startswith(owner)
+    )
+
+
+def borrowed_bytes(options: BuildOptions, networks: Mapping[str, Network]) -> int:
+    """Of the drafter's engines, the target's embedding and head, which they hold again."""
+    return sum(
+        constant_bytes(network, encoding(options, options.tp - 1), "target")
+        for name, network in networks.items()
+        if name.startswith("drafter")
     )
 
 

@@ -66,7 +66,7 @@ class Lowering:
     committed: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     step_tables: "StepTables | None" = None
-    shapes: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    shapes: dict[tuple[int | str, ...], Any] = field(default_factory=dict)
     sharded: set[str] = field(default_factory=set)
     paged: "PagedLowering | None" = None
 
@@ -110,6 +110,17 @@ class Lowering:
         emit, ones = self.emit, [1] * (len(x.shape) - 1)
         layer = emit.network.add_slice(x, (*(0 for _ in ones), start), (*ones, size), (*ones, 1))
         layer.set_input(2, self.row_shape(size, int(x.shape[1]) if len(ones) == 3 else None))
+        return emit.layer(name, layer).get_output(0)
+
+    def head_slice(self, name: str, x: Any, start: int, size: int) -> Any:
+        """x[..., start : start + size] of ragged heads [rows, heads, D]."""
+        emit, heads = self.emit, int(x.shape[1])
+        if (heads, "ragged", size) not in self.shapes:
+            with emit.op("rows.shape"):
+                parts = [emit.size("width", self.values["positions"], 1), heads, size]
+                self.shapes[heads, "ragged", size] = self._joined(parts, f"ragged{heads}x{size}")
+        layer = emit.network.add_slice(x, (0, 0, start), (1, heads, size), (1, 1, 1))
+        layer.set_input(2, self.shapes[heads, "ragged", size])
         return emit.layer(name, layer).get_output(0)
 
     def expert_shape(self, x: Any, size: int) -> Any:

@@ -86,12 +86,35 @@ def _largest(low: Lowering, name: str, scores: Any, size: int, count: int) -> An
     return emit.binary(name, "OR", above, emit.binary(f"{name}.tied", "AND", equal, fits))
 
 
+def experts_scale(low: Lowering, op: Op, x: Values) -> Values:
+    """x [B, W, K] or [E, B * W, K] times each expert's vector -> [E, B * W, K]."""
+    emit = low.emit
+    low.inherit(op)
+    experts = int(low.network.tensors[op.inputs[1]].shape[1])
+    vectors = emit.shuffle("vectors", low.constant(op, "weight"), (experts, 1, -1))
+    rows = emit.wide(_every_row(low, op, x[0]))
+    return [low.rounded(emit.binary("scaled", "PROD", rows, vectors))]
+
+
+def experts_linear(low: Lowering, op: Op, x: Values) -> Values:
+    """x [B, W, K], or [E, B * W, K] -> [E, B * W, O]."""
+    parallel = op.attrs.get("parallel")
+    _check_parallel(low, op)
+    y = _product(low, op, _every_row(low, op, x[0]))
+    if parallel == "row" and low.ranks > 1:
+        y = low.emit.collective("all_reduce", y, "ALL_REDUCE", "SUM", low.ranks)
+    elif parallel == "column" and low.ranks > 1:
+        low.sharded.update(op.outputs)
+    return [low.rounded(y)]
+
+
 def experts_up(low: Lowering, op: Op, x: Values) -> Values:
-    """x [B, W, K] -> h [E, B * W, I]."""
+    """x [B, W, K], or [E, B * W, K] -> h [E, B * W, I]."""
     emit = low.emit
     weight = low.network.weights[op.weights[0]]
-    flat = emit.shuffle("flat", x[0], (1, -1, weight.shape[-1]))
-    both = low.rounded(_product(low, op, flat))
+    both = low.rounded(_product(low, op, _every_row(low, op, x[0])))
+    if len(x) > 2:
+        both = emit.binary("both", "SUM", emit.wide(both), emit.wide(x[2]))
     if low.ranks > 1:
         low.sharded.update(op.outputs)
     width = len(low.encoding.shard.features(weight.sizes[0], f"{op.name}: intermediate"))
@@ -107,17 +130,30 @@ def experts_down(low: Lowering, op: Op, x: Values) -> Values:
     """h [E, B * W, I], weights [B, W, E] -> [B, W, O]."""
     emit = low.emit
     weight = low.network.weights[op.weights[0]]
-    if low.ranks > 1 and op.inputs[0] not in low.sharded:
-        raise NetworkError(f"{op.name}: row-parallel, but its input is whole on every rank")
+    _check_parallel(low, op)
     each = emit.wide(_product(low, op, x[0]))
     column = emit.shuffle("weights", x[1], (1, -1, weight.experts), after=(2, 1, 0))
     weighted = emit.binary("weighted", "PROD", each, column)
     y = emit.reduce("sum", "SUM", weighted, keep=False, axis=0)
-    if low.ranks > 1:
+    if low.ranks > 1 and op.attrs.get("parallel") == "row":
         y = emit.collective("all_reduce", y, "ALL_REDUCE", "SUM", low.ranks)
     layer = emit.network.add_shuffle(y)
     layer.set_input(1, low.row_shape(weight.num_rows // weight.experts))
     return [low.rounded(emit.layer("rows", layer).get_output(0))]
+
+
+def _check_parallel(low: Lowering, op: Op) -> None:
+    by_columns = op.attrs.get("parallel") == "row"
+    if low.ranks > 1 and (op.inputs[0] in low.sharded) != by_columns:
+        how = ("row", "whole on every rank") if by_columns else ("not row", "divided among ranks")
+        raise NetworkError(f"{op.name}: {how[0]}-parallel, but its input is {how[1]}")
+
+
+def _every_row(low: Lowering, op: Op, x: Any) -> Any:
+    """x [B, W, K] as [1, B * W, K]; of slots, which are [E, B * W, K] already, itself."""
+    if len(low.network.tensors[op.inputs[0]].shape) == 3:
+        return x
+    return low.emit.shuffle("flat", x, (1, -1, int(x.shape[-1])))
 
 
 def _product(low: Lowering, op: Op, x: Any) -> Any:

@@ -118,7 +118,7 @@ def load_plugins(library: Library) -> Any:
     """
     try:
         plugins = importlib.import_module(f"{library.module.__name__}.plugin")
-        from trtree.plugins.tree_attention.tensorrt_plugin import register_plugins
+        from trtree.plugins.registry import register_plugins
     except ImportError as error:
         raise OptionError(
             f"attention plugin: {error}; pip install 'trtree[gpu,{library.backend}]', or pass "

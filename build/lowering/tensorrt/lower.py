@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trtree.build.lowering.tensorrt import branch
+from trtree.build.lowering.tensorrt import branch, paged_branch, paged_latent
 from trtree.build.lowering.tensorrt import paged as paged_attention
 from trtree.build.lowering.tensorrt.context import (
     BATCH,
@@ -25,7 +25,8 @@ from trtree.build.lowering.tensorrt.context import (
 )
 from trtree.build.lowering.tensorrt.emitter import Emitter
 from trtree.build.lowering.tensorrt.ops import OPS, SHARDABLE
-from trtree.build.lowering.tensorrt.paged import PagedLowering, StepPlan, Unturned
+from trtree.build.lowering.tensorrt.paged import PagedLowering, Untensored
+from trtree.build.lowering.tensorrt.paged_sizes import StepPlan
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.network import Network, NetworkError, State
 
@@ -79,7 +80,9 @@ def lower(
     Raises:
         NetworkError: an op has no lowering, or TensorRT refused a layer.
     """
-    functions = OPS | paged_attention.OPS if paged else OPS
+    functions = OPS
+    if paged:
+        functions = OPS | paged_attention.OPS | paged_latent.OPS | paged_branch.OPS
     unknown = sorted({op.kind for op in network.ops} - set(functions))
     if unknown:
         raise NetworkError(f"{network.name}: the TensorRT lowering has no {unknown}")
@@ -98,16 +101,16 @@ def lower(
             raise NetworkError(f"{op.name}: an operand of {op.kind} is divided among ranks")
         operands = [low.values[name] for name in op.inputs]
         if op.kind not in paged_attention.TURNING and any(
-            isinstance(operand, Unturned) for operand in operands
+            isinstance(operand, Untensored) for operand in operands
         ):
             raise NetworkError(f"{op.name}: plugin attention turns {op.inputs[0]} for itself alone")
         with low.emit.op(op.name):
             results = functions[op.kind](low, op, operands)
         for name, value in zip(op.outputs, results, strict=True):
             low.values[name] = value
-    outputs = _outputs(low)
+    outputs = _outputs(low) + (paged_attention.step_outputs(low) if paged else [])
     tensors = {
-        name: value.name for name, value in low.values.items() if not isinstance(value, Unturned)
+        name: value.name for name, value in low.values.items() if not isinstance(value, Untensored)
     }
     plans = list(dict.fromkeys(paged.plans.values())) if paged else []
     branches = {name: network.states[name].kind for name in low.committed}
@@ -118,10 +121,11 @@ def _input(low: Lowering, name: str) -> Binding:
     tensor = low.network.tensors[name]
     first = OUTPUTS if tensor.shape[0] == "outputs" else ROWS
     as_it_is = Binding(name, tensor.dtype, (low.batch, first, *tensor.shape[1:]))
-    reshaped = paged_attention.reshaped_inputs(low) if low.paged else _RESHAPED_INPUTS
+    if low.paged:
+        reshaped = paged_attention.reshaped_inputs(low)
+    else:
+        reshaped = {**_RESHAPED_INPUTS, branch.PARENTS: branch.parents_binding(low.network)}
     binding = reshaped.get(name, as_it_is)
-    if name == branch.PARENTS:
-        binding = branch.parents_binding(low.network)
     low.values[name] = _add_input(low, binding)
     return binding
 
@@ -129,7 +133,7 @@ def _input(low: Lowering, name: str) -> Binding:
 def _step_inputs(low: Lowering) -> list[Binding]:
     if low.paged is None:
         return []
-    bindings = paged_attention.step_inputs(low.paged)
+    bindings = paged_attention.step_inputs(low)
     low.paged.step |= {binding.name: _add_input(low, binding) for binding in bindings}
     return bindings
 
@@ -139,13 +143,15 @@ def _cache_inputs(low: Lowering) -> list[Binding]:
     for state in low.network.states.values():
         own = low.division.state(state)
         if not state.paged:
-            bindings.append(Binding(state.name, state.dtype, (BATCH, *own.shape)))
+            slots = low.paged.sizes.max_requests if low.paged else BATCH
+            bindings.append(Binding(state.name, state.dtype, (slots, *own.shape)))
             low.committed[state.name] = _add_input(low, bindings[-1])
             continue
         dims: tuple[int | str, ...] = (BATCH, own.heads, low.cache_length, state.head_dim)
         if low.paged:
             sizes = low.paged.sizes
-            dims = (sizes.num_pages, sizes.page_size, own.heads, state.head_dim)
+            heads = () if state.kind == "latent" else (own.heads,)
+            dims = (sizes.num_pages, sizes.page_size, *heads, state.head_dim)
         parts = [Binding(f"{state.name}.{p}", state.dtype, dims) for p in cache_parts(state)]
         low.caches[state.name] = tuple(_add_input(low, part) for part in parts)
         bindings += parts
@@ -188,12 +194,15 @@ def _outputs(low: Lowering) -> list[Binding]:
         kept.name = OUTPUT_PREFIX + name
         low.emit.network.mark_output(kept)
         whole = low.network.states[name.rpartition(".")[0]]
-        bindings.append(_kept(low.division.state(whole), kept))
+        bindings.append(_kept(low, low.division.state(whole), kept))
     return bindings
 
 
-def _kept(state: State, kept: Any) -> Binding:
-    """What rows leave to a commit: [B, W, C] of a convolution, else [B, heads, W, ...]."""
+def _kept(low: Lowering, state: State, kept: Any) -> Binding:
+    """What rows leave to a commit: [B, W, C] of a convolution, else [B, heads, W, ...]; with
+    plugins [rows, ...] of both."""
+    if low.paged:
+        return paged_branch.kept_binding(kept)
     if state.kind == "conv":
         return Binding(kept.name, state.dtype, (BATCH, ROWS, state.head_dim))
     sizes = [int(dim) for dim in kept.shape]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trtree.build.lowering.division import Division
 from trtree.build.lowering.tensorrt.backend import Sizes
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS, Profile
-from trtree.build.lowering.tensorrt.paged import PagedSizes
+from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
 from trtree.build.lowering.tensorrt.weights import Encoding
 from trtree.build.network.network import Network, Op, Tensor
 
@@ -42,7 +42,7 @@ def workspace(network: Network, sizes: Sizes, encoding: Encoding) -> Workspace:
             _peak(network, profile, encoding)
             + max(
                 _attention(network, profile, sizes, encoding),
-                _coupling(network, profile, encoding),
+                0 if isinstance(sizes, PagedSizes) else _coupling(network, profile, encoding),
             )
             for profile in profiles
         ),
@@ -62,7 +62,7 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
             if op.weights and network.weights[op.weights[0]].activations == "nvfp4":
                 live[name] *= 2  # W4A4 products come out in float32
         passing = 0
-        if op.kind in ("experts_up", "experts_down"):
+        if op.kind.startswith("experts_"):
             passing, result = _of_every_expert(network, op, profile, encoding)
             live[op.outputs[0]] = result or live[op.outputs[0]]
         peak = max(peak, sum(live.values()) + passing)
@@ -73,19 +73,23 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
 def _of_every_expert(
     network: Network, op: Op, profile: Profile, encoding: Encoding
 ) -> tuple[int, int]:
-    """All experts compute all rows: their products in float32, and what ``experts_up`` makes
-    of them in bf16 (0 for ``experts_down``, which sums them)."""
+    """All experts compute all rows: their products in float32, and what ops but
+    ``experts_down``, which sums them, make of them in bf16 (``experts_up`` half as many)."""
     weight = network.weights[op.weights[0]]
-    rows = profile.sizes[BATCH][2] * profile.sizes[ROWS][2]
-    numbers = rows * weight.experts * weight.shape[1]
+    # A vector for every expert, or a matrix.
+    each = weight.shape[0] if op.kind == "experts_scale" else weight.experts * weight.shape[1]
+    numbers = profile.sizes[BATCH][2] * profile.sizes[ROWS][2] * each
     if op.kind == "experts_down":
         return 4 * numbers, 0
-    return 4 * numbers // encoding.shard.size, numbers // encoding.shard.size
+    if op.attrs.get("parallel") == "column":
+        numbers //= encoding.shard.size
+    return 4 * numbers, numbers if op.kind == "experts_up" else 2 * numbers
 
 
 def _attention(network: Network, profile: Profile, sizes: Sizes, encoding: Encoding) -> int:
     """The mask, bool [B, W, S], and an indexer's products, float32 [B, heads, W, S]; or the
-    plugins' partial results, float32 [items, KV heads, block_m, D + 1], of one layer."""
+    plugins' partial results, float32 [items, KV heads, block_m, D + 1], or an indexer's scores,
+    float32 [rows, S], of one layer."""
     if not isinstance(sizes, PagedSizes):
         index_heads = [
             int(network.tensors[op.inputs[0]].shape[1])
@@ -95,8 +99,16 @@ def _attention(network: Network, profile: Profile, sizes: Sizes, encoding: Encod
         each = 1 + 4 * max(index_heads, default=0)
         return each * profile.sizes[BATCH][2] * profile.sizes[ROWS][2] * sizes.cache_length
     widest = max((state.head_dim for state in network.states.values()), default=0)
-    plans = sizes.plans(network, encoding.shard).values()
-    return max((4 * p.max_items * p.kv_heads * p.block_m * (widest + 1) for p in plans), default=0)
+    scores = 4 * sizes.rows(network.name) * sizes.table_width * sizes.page_size
+    return max(
+        (
+            4 * plan.max_items * plan.kv_heads * plan.block_m * (widest + 1)
+            if plan.merged
+            else scores
+            for plan in sizes.plans(network, encoding.shard).values()
+        ),
+        default=0,
+    )
 
 
 def _coupling(network: Network, profile: Profile, encoding: Encoding) -> int:

@@ -10,7 +10,13 @@ from trtree.build.lowering.tensorrt.attention import (
 )
 from trtree.build.lowering.tensorrt.branch import causal_conv, gated_delta_net
 from trtree.build.lowering.tensorrt.context import Lowering, OpFunction
-from trtree.build.lowering.tensorrt.experts import experts_down, experts_up, route
+from trtree.build.lowering.tensorrt.experts import (
+    experts_down,
+    experts_linear,
+    experts_scale,
+    experts_up,
+    route,
+)
 from trtree.build.lowering.tensorrt.latent import (
     head_linear,
     index_select,
@@ -72,10 +78,13 @@ def _sigmoid_mul(low: Lowering, op: Op, x: Values) -> Values:
 
 
 def _add(low: Lowering, op: Op, x: Values) -> Values:
+    low.inherit(op)
+    if not low.sharded.isdisjoint(op.inputs) and not low.sharded.issuperset(op.inputs):
+        raise NetworkError(f"{op.name}: adds what is divided among ranks to what is whole")
     return [low.emit.binary("sum", "SUM", x[0], x[1])]
 
 
-def _split(low: Lowering, op: Op, x: Values) -> Values:
+def split(low: Lowering, op: Op, x: Values) -> Values:
     """Of features, which ranks may divide, or of every head."""
     low.inherit(op)
     parts, start = [], 0
@@ -86,7 +95,7 @@ def _split(low: Lowering, op: Op, x: Values) -> Values:
     return parts
 
 
-def _concat(low: Lowering, op: Op, x: Values) -> Values:
+def concat(low: Lowering, op: Op, x: Values) -> Values:
     low.inherit(op)
     layer = low.emit.network.add_concatenation(x)
     layer.axis = len(x[0].shape) - 1
@@ -119,10 +128,14 @@ def _gather_rows(low: Lowering, op: Op, x: Values) -> Values:
 # Ops that take operands which are divided among ranks.
 SHARDABLE = frozenset(
     {
+        "add",
         "argmax",
         "causal_conv",
         "concat",
         "experts_down",
+        "experts_linear",
+        "experts_scale",
+        "experts_up",
         "gated_delta_net",
         "head_linear",
         "kv_append",
@@ -144,9 +157,11 @@ OPS: dict[str, OpFunction] = {
     "add": _add,
     "argmax": argmax,
     "causal_conv": causal_conv,
-    "concat": _concat,
+    "concat": concat,
     "embedding": _embedding,
     "experts_down": experts_down,
+    "experts_linear": experts_linear,
+    "experts_scale": experts_scale,
     "experts_up": experts_up,
     "gated_delta_net": gated_delta_net,
     "gather_rows": _gather_rows,
@@ -164,7 +179,7 @@ OPS: dict[str, OpFunction] = {
     "scale": _scale,
     "sigmoid_mul": _sigmoid_mul,
     "silu_mul": _silu_mul,
-    "split": _split,
+    "split": split,
     "top_k_log_probs": top_k_log_probs,
     "tree_attention": tree_attention,
 }

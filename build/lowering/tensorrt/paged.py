@@ -8,150 +8,45 @@ items) is declared once and read by every layer.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from trtree.build.lowering.division import Shard
 from trtree.build.lowering.reference import TORCH_DTYPES
-from trtree.build.lowering.tensorrt.context import (
-    BATCH,
-    OUTPUTS,
-    ROWS,
-    Binding,
-    Lowering,
-    Profile,
-)
+from trtree.build.lowering.tensorrt import branch
+from trtree.build.lowering.tensorrt import ops as native
+from trtree.build.lowering.tensorrt.context import OUTPUT_PREFIX, ROWS, Binding, Lowering
+from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes, StepPlan
 from trtree.build.network.network import Network, NetworkError, Op
-from trtree.plugins.tree_attention.tiles import attention_tile
+from trtree.plugins.branch_tables import REQUEST_FIELDS
 
 # Inputs of a step that its attention layers share; see plugins/tree_attention/plan.py.
 REQUESTS, PAGE_TABLE, WORK, ROW_SPLITS = "requests", "page_table", "work", "row_splits"
-# CTAs that no GPU of today exceeds at once: more work items would only be merged again.
-MAX_CTAS = 1024
+# And where an indexer chooses: the slots of each row's request.
+LENGTHS = "lengths"
+# And where state branches: plugins/branch_tables.py's requests, of which idle ones have no rows.
+BRANCH_REQUESTS = "branch_requests"
+
+
+class Untensored:
+    """A graph tensor that no network tensor holds; the ops that may read it know what it is."""
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """Work items that a step brings, for all attention layers of one shape and window.
-
-    The fields up to ``window`` are plan_attention's; suffix ends the names of its two inputs,
-    and of the symbolic size ``items``. max_items: what an engine takes.
-    """
-
-    suffix: str
-    kv_heads: int
-    group: int
-    block_m: int
-    window: int | None
-    max_items: int
-
-    @property
-    def items(self) -> str:
-        return f"items{self.suffix}"
-
-
-@dataclass(frozen=True)
-class PagedSizes:
-    """What paged engines are built for.
-
-    max_rows: of a step, all requests together. verify_width: rows that tiles are chosen for;
-    max_verify_width: most rows of one tree. sm: the GPU that kernels are compiled for.
-    """
-
-    sm: int
-    page_size: int
-    num_pages: int
-    max_requests: int
-    max_rows: int
-    max_seq_len: int
-    verify_width: int
-    max_verify_width: int
-    block_size: int
-
-    @property
-    def cache_length(self) -> int:
-        """Positions of a request: its tokens, and a step's rows behind them."""
-        return self.max_seq_len + max(self.max_verify_width, self.block_size)
-
-    @property
-    def kv_slots(self) -> int:
-        """Of all requests together."""
-        return self.num_pages * self.page_size
-
-    @property
-    def kv_layout(self) -> str:
-        return f"{self.kv_slots} tokens in pages of {self.page_size}"
-
-    @property
-    def table_width(self) -> int:
-        """Pages of one request."""
-        return min(-(-self.cache_length // self.page_size), self.num_pages)
-
-    def rows(self, network: str) -> int:
-        """Most rows of a step of this network."""
-        return self.max_requests * self.block_size if network == "drafter_block" else self.max_rows
-
-    def mask_words(self, network: str) -> int:
-        """Words of a row's packed mask: a prefill chunk may be all of a step."""
-        widest = self.block_size if network == "drafter_block" else self.max_rows
-        return -(-widest // 32)
-
-    def profiles(self, network: Network, shard: Shard) -> list[Profile]:
-        """One: a step has any mix of prefill chunks and trees."""
-        most = outputs = self.rows(network.name)  # of a prompt with log-probs, every row
-        if network.name == "drafter_block":
-            outputs = self.max_requests * max(1, self.block_size - 1)
-        sizes = {
-            BATCH: (1, 1, 1),
-            ROWS: (1, min(self.verify_width, most), most),
-            OUTPUTS: (1, min(self.verify_width, outputs), outputs),
-        }
-        for plan in self.plans(network, shard).values():
-            sizes[plan.items] = (1, plan.max_items, plan.max_items)
-        return [Profile("step", sizes)]
-
-    def plans(self, network: Network, shard: Shard) -> dict[str, StepPlan]:
-        """By attention op; equal ones are one object's worth of inputs."""
-        plans: dict[tuple[int, int, int, int | None], StepPlan] = {}
-        by_op = {}
-        for op in network.ops:
-            if op.kind != "tree_attention":
-                continue
-            state, heads = network.states[str(op.state)], network.tensors[op.inputs[0]].shape[1]
-            kv_heads = len(shard.kv_heads(state.heads, f"{state.name}: KV heads"))
-            own = len(shard.part(int(heads), f"{op.name}: heads"))
-            group, window = own // kv_heads, op.attrs["window"]
-            tile = attention_tile(self.sm, state.head_dim, self.tile_rows(network.name), group)
-            key = (kv_heads, group, tile.block_m, window)
-            if key not in plans:
-                limit = self._tiles(network.name, tile.block_m // group)
-                items = max(limit, MAX_CTAS // kv_heads)
-                plans[key] = StepPlan(f".{len(plans)}", *key, items)
-            by_op[op.name] = plans[key]
-        return by_op
-
-    def tile_rows(self, network: str) -> int:
-        """Rows of one request that an attention tile is chosen for."""
-        return self.block_size if network == "drafter_block" else self.verify_width
-
-    def _tiles(self, network: str, rows_per_tile: int) -> int:
-        """Most tiles of a step: each request may leave one half empty."""
-        return self.max_requests + self.rows(network) // rows_per_tile
-
-
-@dataclass(frozen=True)
-class Unturned:
-    """A tensor of heads whose RoPE is left to append."""
+class Unturned(Untensored):
+    """A tensor of heads whose RoPE, from element ``start`` of each on, is left to append."""
 
     tensor: Any
     table: str
     cos_sin: torch.Tensor  # float32 [positions, rotary_dim]
     interleaved: bool
+    start: int = 0
 
     def turns_like(self, other: "Unturned") -> bool:
-        return (self.table, self.interleaved) == (other.table, other.interleaved)
+        mine, others = ((x.table, x.interleaved, x.start) for x in (self, other))
+        return mine == others
 
 
 @dataclass
@@ -165,7 +60,8 @@ class PagedLowering:
     plugins: Any
     plans: Mapping[str, StepPlan]
     step: dict[str, Any] = field(default_factory=dict)  # tensors that all layers share
-    pending: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # k, v yet to be appended
+    pending: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # yet to be appended
+    nan_counts: list[Any] = field(default_factory=list)  # of indexers' scores, int32 [rows]
 
 
 def paged_lowering(
@@ -175,26 +71,48 @@ def paged_lowering(
     return PagedLowering(sizes, plugins, sizes.plans(network, shard))
 
 
-def step_inputs(paged: PagedLowering) -> list[Binding]:
+def step_inputs(low: Lowering) -> list[Binding]:
     """Beside the graph's own inputs: whose row is whose, where pages are, who does what."""
-    sizes = paged.sizes
+    paged = paged_of(low)
+    sizes, branches = paged.sizes, not all(s.paged for s in low.network.states.values())
     inputs = [
         Binding(REQUESTS, "int32", (ROWS,)),
         Binding(PAGE_TABLE, "int32", (sizes.max_requests, sizes.table_width)),
     ]
     for plan in dict.fromkeys(paged.plans.values()):
         inputs.append(Binding(WORK + plan.suffix, "int32", (plan.items, 7)))
-        inputs.append(Binding(ROW_SPLITS + plan.suffix, "int32", (ROWS, 3)))
+        if plan.merged:
+            inputs.append(Binding(ROW_SPLITS + plan.suffix, "int32", (ROWS, 3)))
+    if any(not plan.merged for plan in paged.plans.values()):
+        inputs.append(Binding(LENGTHS, "int32", (ROWS,)))
+    if branches:
+        inputs.append(Binding(BRANCH_REQUESTS, "int32", (sizes.max_requests, REQUEST_FIELDS)))
     return inputs
 
 
+def step_outputs(low: Lowering) -> list[Binding]:
+    """Beside the graph's own: how many NaN each row's scores had, which the runner refuses."""
+    counts = paged_of(low).nan_counts
+    if not counts:
+        return []
+    with low.emit.op("nan_counts"):
+        total = counts[0]
+        for count in counts[1:]:
+            total = low.emit.binary("sum", "SUM", total, count)
+    total.name = OUTPUT_PREFIX + "nan_counts"
+    low.emit.network.mark_output(total)
+    return [Binding(total.name, "int32", (ROWS,))]
+
+
 def reshaped_inputs(low: Lowering) -> dict[str, Binding]:
-    """Inputs of the graph that only attention reads, as its kernels want them."""
-    mask = (ROWS, _paged(low).sizes.mask_words(low.network.name))
+    """Inputs of the graph that only kernels read, as they want them."""
+    mask = (ROWS, paged_of(low).sizes.mask_words(low.network.name))
+    parents = branch.parents_binding(low.network)
     return {
         "slots": Binding("slots", "int32", (ROWS,)),
         "packed_mask": Binding("packed_mask", "int32", mask),
         "causal_mask": Binding("causal_mask", "int32", mask),
+        branch.PARENTS: replace(parents, dims=(ROWS, parents.dims[-1])),
     }
 
 
@@ -202,7 +120,9 @@ def reshaped_inputs(low: Lowering) -> dict[str, Binding]:
 
 
 def reshape(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
-    """[1, rows, F] to [rows, heads, D], or back."""
+    """[1, rows, F] to [rows, heads, D], or back, or the same numbers to other heads."""
+    if isinstance(x[0], Unturned):
+        return [_one_head(low, op, x[0])]
     before = low.network.tensors[op.inputs[0]].shape
     after = low.network.tensors[op.outputs[0]].shape
     if op.inputs[0] in low.sharded:
@@ -212,6 +132,8 @@ def reshape(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
         return [low.emit.shuffle("heads", x[0], (-1, extent, int(after[2])))]
     if (len(before), len(after)) == (3, 2):
         return [low.emit.shuffle("merged", x[0], (1, -1, extent))]
+    if (len(before), len(after)) == (3, 3):
+        return [low.emit.shuffle("regrouped", x[0], (-1, extent, int(after[2])))]
     raise NetworkError(
         f"{op.name}: plugin attention has no reshape from {list(before)} to {list(after)}"
     )
@@ -228,9 +150,43 @@ def rotary_embedding(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     return [Unturned(x[0], name, cos_sin.float(), op.attrs["interleaved"])]
 
 
+def split(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
+    """Of features, or of every head of [rows, heads, D]."""
+    if len(x[0].shape) == 3 and len(low.network.tensors[op.inputs[0]].shape) == 2:
+        return native.split(low, op, x)
+    low.inherit(op)
+    parts, start = [], 0
+    for index, size in enumerate(op.attrs["sizes"]):
+        parts.append(low.head_slice(f"part{index}", x[0], start, size))
+        start += size
+    return parts
+
+
+def concat(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
+    """Of features, or of every head; what one operand has left to turn, the whole has."""
+    start, turning = 0, []
+    for operand, name in zip(x, op.inputs, strict=True):
+        if isinstance(operand, Unturned):
+            turning.append(replace(operand, start=start + operand.start))
+        start += int(low.network.tensors[name].shape[-1])
+    if len(turning) > 1:
+        raise NetworkError(f"{op.name}: plugin attention turns one part of a head alone")
+    tensors = [operand.tensor if isinstance(operand, Unturned) else operand for operand in x]
+    (joined,) = native.concat(low, op, tensors)
+    return [replace(part, tensor=joined) for part in turning] or [joined]
+
+
+def _one_head(low: Lowering, op: Op, x: Unturned) -> Unturned:
+    """[rows, 1, D] to [1, rows, D], yet to be turned."""
+    before = low.network.tensors[op.inputs[0]].shape
+    if len(before) != 3 or before[1] != 1:
+        raise NetworkError(f"{op.name}: plugin attention turns {op.inputs[0]} for itself alone")
+    return replace(x, tensor=low.emit.shuffle("merged", x.tensor, (1, -1, int(before[2]))))
+
+
 def kv_append(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     """k, v [rows, kv_heads, D]: with the attention that reads them, where there is one."""
-    paged, state = _paged(low), str(op.state)
+    paged, state = paged_of(low), str(op.state)
     if any(o.kind == "tree_attention" and o.state == op.state for o in low.network.ops):
         paged.pending[state] = (x[0], x[1])
         return []
@@ -247,7 +203,7 @@ def tree_attention(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
     """q [rows, heads, D]: append, attention and combine, for this layer's keys and values too."""
     from trtree.plugins.tree_attention.tensorrt_plugin import add_attention
 
-    paged, state = _paged(low), str(op.state)
+    paged, state = paged_of(low), str(op.state)
     if state not in paged.pending:
         raise NetworkError(f"{op.name}: plugin attention appends this step's keys and values first")
     if op.inputs[0] in low.sharded:
@@ -268,10 +224,10 @@ def tree_attention(low: Lowering, op: Op, x: list[Any]) -> list[Any]:
 
 def _layer(low: Lowering, op: Op, k: Any, v: Any, q: Any, group: int) -> tuple[Any, dict[str, Any]]:
     """A layer's kernels, and the tensors of append."""
+    from trtree.plugins.tensorrt_plugin import PluginLayer
     from trtree.plugins.tree_attention.specs import LayerConfig
-    from trtree.plugins.tree_attention.tensorrt_plugin import PluginLayer
 
-    paged, emit = _paged(low), low.emit
+    paged, emit = paged_of(low), low.emit
     state = low.network.states[str(op.state)]
     turning = [isinstance(x, Unturned) for x in (q, k)]
     if turning[0] != turning[1] or (turning[0] and not q.turns_like(k)):
@@ -301,7 +257,7 @@ def _layer(low: Lowering, op: Op, k: Any, v: Any, q: Any, group: int) -> tuple[A
         "k": k.tensor if turning[1] else k,
         "v": v,
         "cos_sin": emit.constant(k.table, k.cos_sin) if turning[1] else k_scale,
-        "positions": _positions(low, paged),
+        "positions": positions(low),
         "slots": low.values["slots"],
         REQUESTS: paged.step[REQUESTS],
         PAGE_TABLE: paged.step[PAGE_TABLE],
@@ -313,7 +269,9 @@ def _layer(low: Lowering, op: Op, k: Any, v: Any, q: Any, group: int) -> tuple[A
     return PluginLayer(config, paged.sizes.sm), tensors
 
 
-def _positions(low: Lowering, paged: PagedLowering) -> Any:
+def positions(low: Lowering) -> Any:
+    """int32 [rows]."""
+    paged = paged_of(low)
     if "positions" not in paged.step:
         with low.emit.op("positions.ragged"):
             ragged = low.emit.shuffle("rows", low.values["positions"], (-1,))
@@ -321,17 +279,29 @@ def _positions(low: Lowering, paged: PagedLowering) -> Any:
     return paged.step["positions"]
 
 
-def _paged(low: Lowering) -> PagedLowering:
+def paged_of(low: Lowering) -> PagedLowering:
     assert low.paged is not None
     return low.paged
 
 
-# Ops whose kernels turn queries and keys; no others may read them.
-TURNING = frozenset({"kv_append", "tree_attention"})
+# Ops that turn queries and keys, or pass them on to those; no others may read them.
+TURNING = frozenset(
+    {
+        "concat",
+        "index_select",
+        "kv_append",
+        "latent_append",
+        "latent_attention",
+        "reshape",
+        "tree_attention",
+    }
+)
 
 OPS = {
+    "concat": concat,
     "kv_append": kv_append,
     "reshape": reshape,
     "rotary_embedding": rotary_embedding,
+    "split": split,
     "tree_attention": tree_attention,
 }

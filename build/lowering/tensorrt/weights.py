@@ -142,9 +142,9 @@ class Encoding:
         return tensor
 
 
-def constant_bytes(network: Network, encoding: Encoding) -> int:
-    """What one rank's engine holds of this network's weights."""
-    return sum(spec.nbytes for spec in _specs(network, encoding).values())
+def constant_bytes(network: Network, encoding: Encoding, owner: Owner | None = None) -> int:
+    """What one rank's engine holds of this network's weights, or of one owner's among them."""
+    return sum(spec.nbytes for spec in _specs(network, encoding, owner).values())
 
 
 def stage(
@@ -170,10 +170,13 @@ def stage(
         return {name: file.get_tensor(name) for name in specs}
 
 
-def _specs(network: Network, encoding: Encoding) -> dict[str, TensorSpec]:
+def _specs(
+    network: Network, encoding: Encoding, owner: Owner | None = None
+) -> dict[str, TensorSpec]:
     dtype = TORCH_DTYPES[network.dtype]
     return {
         f"{use.prefix}.{part}": spec
         for use in encoding.uses(network)
+        if owner in (None, use.weight.owner)
         for part, spec in encoding.specs(use, dtype).items()
     }

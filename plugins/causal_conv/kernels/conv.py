@@ -17,7 +17,7 @@ def causal_conv_kernel(
     weight,  # float32 [channels, KERNEL], the newest input's last
     window,  # [slots, KERNEL - 1, channels], oldest first; read only
     inputs,  # int32 [rows, KERNEL]
-    owners,  # int32 [rows]: the row's request
+    owners,  # int32 [rows]: the row's request; -1: padding row, not written
     requests,  # int32 [requests, FIELDS]
     rows,
     channels,
@@ -30,9 +30,10 @@ def causal_conv_kernel(
     """One program per (block of rows, block of channels)."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    live = row < rows
     known = channel < channels
-    request = requests + tl.load(owners + row, mask=live, other=0) * FIELDS
+    owner = tl.load(owners + row, mask=row < rows, other=-1)
+    live = owner >= 0
+    request = requests + owner * FIELDS
     first = tl.load(request + FIRST_ROW, mask=live, other=0)
     slot = tl.load(request + SLOT, mask=live, other=0).to(tl.int64)
     fresh = tl.load(request + FRESH, mask=live, other=1)

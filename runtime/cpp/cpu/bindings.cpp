@@ -26,6 +26,8 @@ void bind_plan(nb::module_& m) {
       .value("concat", OpKind::kConcat)
       .value("embedding", OpKind::kEmbedding)
       .value("experts_down", OpKind::kExpertsDown)
+      .value("experts_linear", OpKind::kExpertsLinear)
+      .value("experts_scale", OpKind::kExpertsScale)
       .value("experts_up", OpKind::kExpertsUp)
       .value("gated_delta_net", OpKind::kGatedDeltaNet)
       .value("gather_rows", OpKind::kGatherRows)

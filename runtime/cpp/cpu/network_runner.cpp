@@ -234,6 +234,12 @@ void NetworkRunner::run_op(const PlanOp& op, const StepRows& rows, int32_t top_k
     case OpKind::kExpertsDown:
       experts_down(op);
       break;
+    case OpKind::kExpertsLinear:
+      experts_linear(op);
+      break;
+    case OpKind::kExpertsScale:
+      experts_scale(op);
+      break;
     case OpKind::kExpertsUp:
       experts_up(op);
       break;
@@ -316,10 +322,40 @@ void NetworkRunner::route(const PlanOp& op) {
              weights.data, weights.stride, parallel_);
 }
 
+void NetworkRunner::experts_scale(const PlanOp& op) {
+  const Matrix x = tensor(op.inputs[0]), weights = tensor(op.inputs[1]), y = tensor(op.outputs[0]);
+  moe::scale({{x.data, x.stride}, x.width == y.width}, {weights.data, weights.stride}, x.rows,
+             weights.width, op.heads, weights_.vector(op.weight), y.width / op.heads, y.data,
+             parallel_);
+}
+
+namespace {
+
+// x, or a row of it for every slot.
+moe::SlotRows slot_rows(const Matrix& x, int64_t in_features) {
+  const bool in_slots = x.width > in_features;
+  return {{x.data, in_slots ? in_features : x.stride}, in_slots};
+}
+
+}  // namespace
+
+void NetworkRunner::experts_linear(const PlanOp& op) {
+  const Matrix x = tensor(op.inputs[0]), weights = tensor(op.inputs[1]), y = tensor(op.outputs[0]);
+  const moe::Experts& experts = weights_.experts(op.weight);
+  const int64_t rows = x.rows * op.heads, width = y.width / op.heads;
+  LinearOutput output{y.data, width};
+  if (op.row_parallel) output = ranks_.segment_sums(rows, experts.segments().count, width);
+  expert_rows_.linear(experts, slot_rows(x, experts.in_features()), {weights.data, weights.stride},
+                      x.rows, op.heads, output, parallel_, isa_);
+  if (op.row_parallel) ranks_.add_segments(1.0f, nullptr, {y.data, rows, width, width}, parallel_);
+}
+
 void NetworkRunner::experts_up(const PlanOp& op) {
   const Matrix x = tensor(op.inputs[0]), weights = tensor(op.inputs[1]);
-  expert_rows_.up(weights_.experts(op.weight), {x.data, x.stride}, {weights.data, weights.stride},
-                  x.rows, op.heads, tensor(op.outputs[0]).data, parallel_, isa_);
+  const moe::Experts& experts = weights_.experts(op.weight);
+  const float* const added = op.inputs.size() > 2 ? tensor(op.inputs[2]).data : nullptr;
+  expert_rows_.up(experts, slot_rows(x, experts.in_features()), {weights.data, weights.stride},
+                  x.rows, op.heads, added, tensor(op.outputs[0]).data, parallel_, isa_);
 }
 
 void NetworkRunner::experts_down(const PlanOp& op) {

@@ -111,6 +111,8 @@ class NetworkRunner {
   void linear(const PlanOp& op);
   void prepare_input(const PlanOp& op, const Matrix& x);
   void route(const PlanOp& op);
+  void experts_linear(const PlanOp& op);
+  void experts_scale(const PlanOp& op);
   void experts_up(const PlanOp& op);
   void experts_down(const PlanOp& op);
   void embedding(const PlanOp& op, const StepRows& rows);

@@ -20,6 +20,8 @@ enum class OpKind {
   kConcat,
   kEmbedding,
   kExpertsDown,
+  kExpertsLinear,
+  kExpertsScale,
   kExpertsUp,
   kGatedDeltaNet,
   kGatherRows,

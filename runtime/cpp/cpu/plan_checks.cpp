@@ -33,6 +33,8 @@ Arity arity(OpKind kind) {
   switch (kind) {
     case OpKind::kAdd:
     case OpKind::kExpertsDown:
+    case OpKind::kExpertsLinear:
+    case OpKind::kExpertsScale:
     case OpKind::kExpertsUp:
     case OpKind::kIndexSelect:
     case OpKind::kSigmoidMul:
@@ -117,27 +119,55 @@ void check_id_offsets(const Plan& plan, const PlanOp& op, const std::string& whe
           "offsets of " + to_string(offsets.out_features) + " ids for " + to_string(width));
 }
 
-// inputs: x or h, and the weights of each expert.
+// inputs: x or h, and the weights of each expert; of kExpertsUp also what is added, if anything.
 void check_experts(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
                    const std::string& where) {
   check_index(op.weight, plan.weights, where, "weight");
   const PlanWeight& weight = plan.weights[op.weight];
-  const bool up = op.kind == OpKind::kExpertsUp;
+  const bool up = op.kind == OpKind::kExpertsUp, down = op.kind == OpKind::kExpertsDown;
   const PlanTensor& in = network.tensors[op.inputs[0]];
   const PlanTensor& out = network.tensors[op.outputs[0]];
-  const PlanTensor& slots = up ? out : in;
+  const PlanTensor& slots = down ? in : out;
   require(weight.experts > 0 && network.tensors[op.inputs[1]].width == weight.experts, where,
           to_string(weight.experts) + " experts, weights of " +
               to_string(network.tensors[op.inputs[1]].width));
   require(op.heads > 0 && slots.stride == slots.width, where,
           "its slots do not stand one after another");
-  const int64_t in_features = up ? in.width : in.width / op.heads;
-  const int64_t out_features = up ? 2 * (out.width / op.heads) : out.width;
+  const bool in_slots = down || in.width > weight.in_features;
+  require(!in_slots || in.stride == in.width, where, "its slots do not stand one after another");
+  const int64_t in_features = in_slots ? in.width / op.heads : in.width;
+  const int64_t out_features = down ? out.width : (up ? 2 : 1) * (out.width / op.heads);
   require(slots.width % op.heads == 0 && weight.in_features == in_features &&
               weight.out_features == out_features,
           where,
           "experts [" + to_string(weight.out_features) + ", " + to_string(weight.in_features) +
               "] between widths " + to_string(in.width) + " and " + to_string(out.width));
+  if (op.inputs.size() < 3) return;
+  const PlanTensor& added = network.tensors[op.inputs[2]];
+  require(added.width == 2 * out.width && added.stride == added.width, where,
+          "width " + to_string(added.width) + " added to " + to_string(2 * out.width));
+}
+
+void check_vector(const Plan& plan, const PlanOp& op, const std::string& where, int64_t size) {
+  check_index(op.weight, plan.weights, where, "weight");
+  const PlanWeight& weight = plan.weights[op.weight];
+  require(weight.kind == WeightKind::kVector && weight.out_features == size, where,
+          "a vector of " + to_string(weight.out_features) + " for " + to_string(size));
+}
+
+// inputs: x, and the weights of each expert. x may be a row, or one for every slot.
+void check_experts_scale(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
+                         const std::string& where) {
+  const PlanTensor& in = network.tensors[op.inputs[0]];
+  const PlanTensor& out = network.tensors[op.outputs[0]];
+  const bool in_slots = in.width == out.width;
+  require(op.heads > 0 && out.width % op.heads == 0 && out.stride == out.width &&
+              (!in_slots || in.stride == in.width),
+          where, "its slots do not stand one after another");
+  require(in_slots || in.width == out.width / op.heads, where,
+          "width " + to_string(in.width) + " for " + to_string(op.heads) + " slots of " +
+              to_string(out.width));
+  check_vector(plan, op, where, network.tensors[op.inputs[1]].width * (out.width / op.heads));
 }
 
 void check_state_use(const Plan& plan, const PlanOp& op, const std::string& where, int64_t in) {
@@ -149,13 +179,6 @@ void check_state_use(const Plan& plan, const PlanOp& op, const std::string& wher
           to_string(op.heads) + " heads over " + to_string(state.heads));
   require(in == (attends ? op.heads : state.heads) * state.head_dim, where,
           "width " + to_string(in) + " for heads of " + to_string(state.head_dim));
-}
-
-void check_vector(const Plan& plan, const PlanOp& op, const std::string& where, int64_t size) {
-  check_index(op.weight, plan.weights, where, "weight");
-  const PlanWeight& weight = plan.weights[op.weight];
-  require(weight.kind == WeightKind::kVector && weight.out_features == size, where,
-          "a vector of " + to_string(weight.out_features) + " for " + to_string(size));
 }
 
 // A norm's weight and bias after one another.
@@ -267,9 +290,10 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
   for (const int32_t tensor : op.inputs) check_index(tensor, network.tensors, where, "tensor");
   for (const int32_t tensor : op.outputs) check_index(tensor, network.tensors, where, "tensor");
   const Arity expected = arity(op.kind);
-  const bool selects = op.kind == OpKind::kLatentAttention && op.inputs.size() == 2;
-  const bool fits = op.kind == OpKind::kConcat ? !op.inputs.empty()
-                                               : selects || op.inputs.size() == expected.inputs;
+  const bool extra = op.kind == OpKind::kLatentAttention || op.kind == OpKind::kExpertsUp;
+  const size_t more = extra && op.inputs.size() > expected.inputs ? 1 : 0;
+  const bool fits =
+      op.kind == OpKind::kConcat ? !op.inputs.empty() : op.inputs.size() == expected.inputs + more;
   const bool gives =
       op.kind == OpKind::kSplitHeads ? !op.outputs.empty() : op.outputs.size() == expected.outputs;
   require(fits && gives, where, "wrong number of operands");
@@ -288,8 +312,12 @@ void check_op(const Plan& plan, const PlanNetwork& network, const PlanOp& op,
       check_gather(plan, op, where, in, out);
       break;
     case OpKind::kExpertsDown:
+    case OpKind::kExpertsLinear:
     case OpKind::kExpertsUp:
       check_experts(plan, network, op, where);
+      return;
+    case OpKind::kExpertsScale:
+      check_experts_scale(plan, network, op, where);
       return;
     case OpKind::kCausalConv:
       check_conv(plan, op, where, in);

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engines import ROOT
+from trtree.build import builder
 from trtree.build.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -19,6 +21,7 @@ from trtree.build.checkpoint import (
 from trtree.build.checkpoint.dflash_config import default_target_layer_ids, parse
 from trtree.build.checkpoint.write import quantize_state_dict, write_checkpoint
 from trtree.build.models.qwen3 import Qwen3Config
+from trtree.build.options import read_options
 
 Json = dict[str, Any]
 WHERE = Path("drafter/config.json")
@@ -372,8 +375,8 @@ def change_tensors(directory: Path, changes: dict[str, torch.Tensor | None]) -> 
             r"k_norm.weight has shape \[32\], config.json implies \[64\]",
         ),
         (
-            {"embed_tokens.weight": torch.zeros(8, 8), "lm_head.weight": torch.zeros(8, 8)},
-            r"2 of 27 tensors would not be used: embed_tokens.weight, lm_head.weight",
+            {"embedding.weight": torch.zeros(8, 8), "head.weight": torch.zeros(8, 8)},
+            r"2 of 27 tensors would not be used: embedding.weight, head.weight",
         ),
         ({"fc.bias": torch.zeros(7)}, r"fc.bias has shape \[7\], expected \[256\]"),
     ],
@@ -384,6 +387,22 @@ def test_tensors_are_checked(
     change_tensors(drafter_copy, changes)
     with pytest.raises(CheckpointError, match=message):
         read_drafter(Checkpoint.open(drafter_copy))
+
+
+def test_copies_of_the_targets_embedding_and_head_are_left_out(
+    drafter_copy: Path, demo: Path
+) -> None:
+    """GLM-5.2's public drafter has the size of one with both."""
+    options = read_options(ROOT / "configs" / "demo.yaml").with_changes({"drafter": drafter_copy})
+    plain = builder.describe(options)
+    embedding = Checkpoint.open(demo / "target_nvfp4").tensor("model.embed_tokens.weight").clone()
+    copies = {"embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
+    change_tensors(drafter_copy, copies)
+    copied = builder.describe(options)
+    assert copied.weight_bytes("drafter") == plain.weight_bytes("drafter")
+    change_tensors(drafter_copy, {"lm_head.weight": embedding + 1})
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is not the target's model.embed"):
+        builder.describe(options)
 
 
 def test_the_configuration_decides_the_tensors(drafter_copy: Path) -> None:

@@ -1,6 +1,5 @@
 """FP8 in blocks of 128 x 128, as transformers, DeepSeek and Qwen write it."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from engines import write_target
+from fp8_blocks import in_blocks, spread, stored_in_blocks, write_in_blocks
 from random_moe import qwen3_moe_config, random_moe
 from steps import prefill
 from trtree import _core
@@ -17,55 +17,19 @@ from trtree.build.checkpoint import Checkpoint, CheckpointError
 from trtree.build.options import BuildOptions
 from trtree.runtime.engines import open_engine
 
-BLOCK = 128
-QUANTIZATION: dict[str, Any] = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "weight_block_size": [BLOCK, BLOCK],
-    "modules_to_not_convert": ["lm_head", "model.layers.0.mlp"],
-}
 STORED = ("_proj.weight",)
 CONFIG = qwen3_moe_config(hidden_size=192, moe_intermediate_size=160)
 Q = "model.layers.0.self_attn.q_proj"
 StateDict = dict[str, torch.Tensor]
 
 
-def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight in e4m3, and the scales [ceil(out / 128), ceil(in / 128)]."""
-    grid = [
-        torch.stack([part.float().abs().max() / 448 for part in rows.split(BLOCK, dim=1)])
-        for rows in weight.split(BLOCK)
-    ]
-    scale = torch.stack(grid)
-    return (weight.float() / spread(scale, weight)).to(torch.float8_e4m3fn), scale
-
-
-def spread(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    rows, columns = weight.shape
-    wide = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return wide[:rows, :columns]
-
-
 @pytest.fixture(scope="module")
 def tensors() -> StateDict:
-    """Attention and experts are quantized; the first layer's MLP, the router and the head are
-    not, and only two of those are listed."""
-    stored: StateDict = {}
-    for name, tensor in random_moe(CONFIG, dtype=torch.bfloat16).items():
-        if name.endswith(STORED) and "layers.0.mlp" not in name:
-            stored[name], stored[f"{name}_scale_inv"] = in_blocks(tensor)
-        else:
-            stored[name] = tensor
-    return stored
+    return stored_in_blocks(random_moe(CONFIG, dtype=torch.bfloat16))
 
 
 def write(directory: Path, tensors: StateDict, **changes: Any) -> Path:
-    write_target(directory, tensors, CONFIG)
-    file = directory / "config.json"
-    config = json.loads(file.read_text()) | {"quantization_config": QUANTIZATION | changes}
-    file.write_text(json.dumps(config))
-    return directory
+    return write_in_blocks(directory, tensors, CONFIG, **changes)
 
 
 def widened(tensors: StateDict) -> StateDict:

@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from dequantized import dequantized_by_modelopt
+from modelopt_cpu import on_cpu
 from trtree.build.checkpoint import Checkpoint
+from trtree.build.lowering import reference_weights
+from trtree.build.lowering.reference import StepContext
+from trtree.build.lowering.weights import plan_weights
+from trtree.build.network.graph import Graph
+from trtree.build.source import CheckpointSource
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 SIZES = {
@@ -181,21 +187,71 @@ def test_kv_cache_scales(export: Export, mtq: Any, algorithm: str) -> None:
     )
 
 
-def test_awq_scales_inputs_that_no_norm_could_take(export: Export, mtq: Any, demo: Path) -> None:
-    """AWQ's own search needs a GPU; the vectors it would leave are set by hand."""
+def test_awq_scales_inputs_that_no_norm_could_take(export: Export, mtq: Any) -> None:
     vectors: dict[str, torch.Tensor] = {}
 
     def prepare(model: Any) -> None:
-        torch.manual_seed(1)
         for name, module in model.named_modules():
             quantizer = getattr(module, "input_quantizer", None)
             if quantizer is not None and quantizer.is_enabled:
-                vectors[name] = (1 + torch.rand(module.weight.shape[1])).bfloat16()
-                quantizer.pre_quant_scale = vectors[name]
+                vectors[name] = quantizer.pre_quant_scale.clone()
 
-    checkpoint = export("Qwen3", mtq.NVFP4_DEFAULT_CFG, prepare=prepare)
+    checkpoint = export("Qwen3", on_cpu(mtq.NVFP4_AWQ_LITE_CFG), prepare=prepare)
     check(checkpoint, [*ATTENTION, *MLP], "NVFP4_AWQ")
     scaled = [m for m in [*ATTENTION, *MLP] if checkpoint.linear_info(m).has_pre_quant_scale]
     assert scaled == [ATTENTION[3]]  # the others' vectors went into norms and up_proj
     stored = checkpoint.tensor(f"{ATTENTION[3]}.pre_quant_scale")
+    assert len(stored.unique()) > 1
     assert torch.equal(stored, vectors[ATTENTION[3]])
+
+
+def test_svdquant(export: Export, mtq: Any, tmp_path: Path) -> None:
+    """Linears that read the same share vector and first factor; a linear alone gives what
+    ModelOpt's own module does, of the same rounded inputs."""
+    alone = (ATTENTION[3], MLP[2])
+    expected: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def prepare(model: Any) -> None:
+        for index, name in enumerate(alone):
+            module = copy.deepcopy(model.get_submodule(name)).float()
+            generator = torch.Generator().manual_seed(index)
+            x = torch.randn(9, module.in_features, generator=generator)
+            with torch.inference_mode():
+                expected[name] = x, module(x)
+
+    config = on_cpu(mtq.NVFP4_SVDQUANT_DEFAULT_CFG, rank=8)
+    checkpoint = export("Qwen3", config, prepare=prepare)
+    check(checkpoint, [*ATTENTION, *MLP], "NVFP4_SVD")
+    for shared in (ATTENTION[:3], MLP[:2]):
+        assert len({checkpoint.input_digest(module) for module in shared}) == 1
+        assert len({checkpoint.factor_digest(module) for module in shared}) == 1
+        checkpoint.linear(shared)
+    for module in alone:
+        info = checkpoint.linear_info(module)
+        assert (info.rank, info.has_pre_quant_scale) == (8, True)
+        x, wanted = expected[module]
+        got = by_the_reference(checkpoint, module, x, tmp_path / module)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    checkpoint.check_coverage({n.rpartition(".")[0] for n in checkpoint.names()})
+
+
+def by_the_reference(
+    checkpoint: Checkpoint, module: str, x: torch.Tensor, file: Path
+) -> torch.Tensor:
+    """x through a network of one linear."""
+    g = Graph("target", CheckpointSource(checkpoint))
+    rows = g.input("x", ("rows", x.shape[1]), "float32")
+    g.output("y", g.linear(module, rows, checkpoint.linear_info(module).out_features))
+    plan = plan_weights([g.network])
+    reference_weights.write_weights(file, "target", plan, checkpoint, lambda _: None)
+    loaded = reference_weights.load_networks({"target": g.network}, {"target": file})
+    return loaded["target"].run({"x": x}, StepContext({}, []))["y"]
+
+
+def test_w4a8_reads_as_weights_alone(export: Export, mtq: Any) -> None:
+    """Its codes are scaled to become FP8, but are the same product."""
+    checkpoint = export("Qwen3", on_cpu(mtq.W4A8_NVFP4_FP8_CFG, inputs=False))
+    check(checkpoint, [*ATTENTION, *MLP], "W4A8_NVFP4_FP8")
+    assert checkpoint.linear_info(MLP[0]).kind == "nvfp4"
+    source = CheckpointSource(checkpoint)
+    assert source.describe(MLP[0], "target", (96, 64)).activations == "bf16"

@@ -123,7 +123,7 @@ def test_disagreements_name_both_values(
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["FP8_PB_WO", "NVFP4_SVD", "W4A8_NVFP4_FP8", "W4A16_AWQ", "MXFP8"],
+    ["FP8_PB_WO", "W4A8_AWQ", "W4A16_AWQ", "MXFP8"],
 )
 def test_known_algorithms_are_refused_by_name(read: Read, algorithm: str) -> None:
     with pytest.raises(
@@ -143,9 +143,9 @@ def test_known_algorithms_are_refused_by_name(read: Read, algorithm: str) -> Non
         ({"quantization": 1}, None, "has no `quantization` object"),
         (sidecar("MIXED_PRECISION"), None, "MIXED_PRECISION without quantized_layers"),
         (
-            sidecar("MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "NVFP4_SVD"}}),
+            sidecar("MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "W4A8_AWQ"}}),
             None,
-            "algorithm 'NVFP4_SVD' is not supported yet",
+            "algorithm 'W4A8_AWQ' is not supported yet",
         ),
         (
             sidecar(

@@ -202,6 +202,11 @@ def draft_after(engine_dir: EngineDir, top_k: int) -> _core.DraftResult:
         ({"d2t": torch.tensor([4, 3, 2, 1, 0])}, r"expected rising ids of the target's"),
         ({"d2t": torch.full((5,), DEMO_VOCAB)}, "expected rising ids of the target's"),
         ({"t2d": torch.zeros(DEMO_VOCAB, dtype=torch.bool)}, "t2d names other tokens than d2t's 5"),
+        ({"d2t": torch.zeros(5)}, "tensor d2t is float32, expected int64 or int32"),
+        (
+            {"t2d": (torch.arange(DEMO_VOCAB) < 5).long()},
+            "tensor t2d is int64, expected bool",
+        ),
         (
             {"lm_head.weight": torch.zeros(4, 256)},
             r"lm_head.weight has shape .* implies \[5, 256\]",

@@ -7,7 +7,7 @@ import pytest
 
 from trtree.build.lowering.reference import _OPS
 from trtree.build.lowering.weights import View, plan_weights
-from trtree.build.network.graph import OP_KINDS, Graph, WeightInfo
+from trtree.build.network.graph import OP_KINDS, Graph, LowRank, WeightInfo
 from trtree.build.network.network import Network, NetworkError, Owner, Tensor
 from trtree.build.network.rope import RopeTable, rope_table
 from trtree.plugins.moe.contract import Routing
@@ -155,8 +155,13 @@ def test_router_logits_stay_in_float32() -> None:
         ),
         (
             "experts.1.gate",
-            WeightInfo("dense", (48, 32), "float32", pre_quant_scale=True),
+            WeightInfo("dense", (48, 32), "float32", pre_quant_scale="s"),
             r"experts\.1\.gate scales its input, experts\.0\.gate does not",
+        ),
+        (
+            "experts.1.up",
+            WeightInfo("dense", (48, 32), "bfloat16", low_rank=LowRank(8, "a")),
+            r"experts\.1\.up has factors, experts\.0\.gate does not",
         ),
         (
             "experts.3.down",
@@ -174,6 +179,81 @@ def test_router_logits_stay_in_float32() -> None:
 def test_experts_that_do_not_fit(module: str, info: WeightInfo, message: str) -> None:
     with pytest.raises(NetworkError, match=message):
         experts(graph(**{module: info}))
+
+
+SCALED = WeightInfo("nvfp4", (48, 32), "nvfp4", activations="nvfp4", pre_quant_scale="s")
+
+
+def gates_and_ups(info: WeightInfo) -> dict[str, WeightInfo]:
+    return {f"experts.{i}.{which}": info for i in range(4) for which in ("gate", "up")}
+
+
+def test_experts_share_a_vector_or_have_one_each() -> None:
+    every = gates_and_ups(SCALED)
+    shared, own = (
+        graph(**every),
+        graph(
+            **every
+            | {
+                f"experts.2.{which}": replace(SCALED, pre_quant_scale="t")
+                for which in ("gate", "up")
+            }
+        ),
+    )
+    for g, kind, shape, size in (
+        (shared, "scale", ("rows", 32), 32),
+        (own, "experts_scale", ("rows", 2, 32), 128),
+    ):
+        experts(g)
+        (op,) = (op for op in g.network.ops if "scale" in op.kind)
+        assert op.kind == kind
+        assert g.network.tensors[op.outputs[0]].shape == shape
+        assert g.network.weights[op.weights[0]].shape == (size,)
+    torn = every | {"experts.2.up": replace(SCALED, pre_quant_scale="t")}
+    with pytest.raises(NetworkError, match=r"2\.up scales its input by another vector than .*gate"):
+        experts(graph(**torn))
+
+
+def test_factors_of_experts_are_stacked_apart() -> None:
+    factors = {
+        f"experts.{i}.{which}": replace(info, low_rank=LowRank(8, f"{i}"))
+        for i in range(4)
+        for which, info in (
+            ("gate", SCALED),
+            ("up", SCALED),
+            ("down", replace(SCALED, shape=(32, 48))),
+        )
+    }
+    g = graph(**factors)
+    experts(g)
+    shapes = {name: w.shape for name, w in g.network.weights.items() if "lora" in name}
+    assert shapes == {
+        "target:experts.gate.svdquant_lora_a": (4, 8, 32),
+        "target:experts.gate.svdquant_lora_b+up.svdquant_lora_b": (4, 96, 8),
+        "target:experts.down.svdquant_lora_a": (4, 8, 48),
+        "target:experts.down.svdquant_lora_b": (4, 32, 8),
+    }
+    other = {"experts.2.up": replace(SCALED, low_rank=LowRank(8, "other"))}
+    with pytest.raises(NetworkError, match=r"2\.up has another svdquant_lora_a than .*2\.gate"):
+        experts(graph(**factors | other))
+    larger = {f"experts.2.{w}": replace(SCALED, low_rank=LowRank(9, "2")) for w in ("gate", "up")}
+    with pytest.raises(NetworkError, match=r"2\.gate: its factors are of rank 9, .*0\.gate of 8"):
+        experts(graph(**factors | larger))
+
+
+def test_linears_that_scale_their_input_alike_are_one_product() -> None:
+    same = {n: replace(SCALED, low_rank=LowRank(8, "a")) for n in ("q", "k")}
+    for infos, products in (
+        (same, 3),  # of the fused weight, and of two factors
+        (same | {"k": replace(same["k"], low_rank=LowRank(8, "b"))}, 6),
+        (same | {"k": replace(same["k"], pre_quant_scale="t")}, 6),
+    ):
+        g = graph(**infos)
+        q, k = g.linears(["q", "k"], g.input("x", ("rows", 32), "float32"), [48, 48])
+        assert (q.shape, k.shape) == (("rows", 48),) * 2
+        kinds = [op.kind for op in g.network.ops]
+        assert kinds.count("linear") == products
+        assert kinds.count("scale") == kinds.count("add") == products / 3
 
 
 def test_experts_have_no_biases_and_are_as_many_as_routed() -> None:
@@ -253,7 +333,7 @@ def test_head_linear_stores_one_dense_weight_for_both_parts() -> None:
     assert (weight.kind, weight.dtype, weight.shape) == ("dense", "float32", (160, 32))
     with pytest.raises(NetworkError, match="heads of 16, its value part takes 32"):
         g.head_linear("kv_b_proj", q, "value", **sizes)
-    scaled = graph(kv_b_proj=replace(quantized, pre_quant_scale=True))
+    scaled = graph(kv_b_proj=replace(quantized, pre_quant_scale="s"))
     x = scaled.input("q", ("rows", 4, 16), "float32")
     with pytest.raises(NetworkError, match="pre_quant_scale is not supported"):
         scaled.head_linear("kv_b_proj", x, "key", **sizes)

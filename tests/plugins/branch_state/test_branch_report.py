@@ -59,10 +59,7 @@ def test_every_kernel_fits_every_sm(tmp_path: Path) -> None:
     kernels = report(cache=tmp_path)
     assert {row["sm"] for row in kernels} == {80, 89, 90, 100, 120}
     assert {row["head_dim"] for row in kernels} == {64, 128, 256, None}
-    spilling = [row for row in kernels if row["spills"]]
-    # ptxas finds no better allocation on the oldest SM.
-    assert {(row["sm"], row["name"]) for row in spilling} <= {(80, "gated_delta_net")}
-    assert all(row["spills"] <= 320 for row in spilling)
+    assert [row for row in kernels if row["spills"]] == []
 
 
 def waits_behind_updates(ptx: str) -> bool:
@@ -82,7 +79,7 @@ from trtree.plugins.gated_delta_net import specs
 from trtree.plugins.gated_delta_net.kernels import delta
 from trtree.plugins.tree_attention.aot import compile_kernel
 faulty = plant(delta, "tl.debug_barrier()", "pass", Path(sys.argv[1]))
-spec = specs.delta_spec(specs.DeltaConfig(64, 64, 4, 2))
+spec = specs.delta_spec(specs.DeltaConfig(64, 64, 4, 2), 120)
 print(compile_kernel(replace(spec, kernel=faulty.gated_delta_net_kernel), 120).ptx)
 """
 

@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from branch_implementations import conv_kernels, conv_layers, delta_kernels, delta_layers
+from branch_implementations import (
+    conv_kernels,
+    conv_layers,
+    conv_plugins,
+    delta_kernels,
+    delta_layers,
+    delta_plugins,
+)
 from planted import plant
 from trtree.build.lowering.tensorrt import branch
 from trtree.build.lowering.tensorrt.ops import OPS
-from trtree.plugins import branch_device
+from trtree.plugins import branch_tables
 from trtree.plugins.causal_conv import cases as conv_table
 from trtree.plugins.causal_conv import contract
 from trtree.plugins.causal_conv import launch as conv
@@ -48,6 +55,17 @@ def test_layers_of_the_rule(case: DeltaCase) -> None:
 @pytest.mark.parametrize("case", conv_table.conv_cases(), ids=lambda case: case.name)
 def test_layers_of_the_convolution(case: ConvCase) -> None:
     conv_table.check(case, conv_layers)
+
+
+@pytest.mark.parametrize("case", delta_table.delta_cases(), ids=lambda case: case.name)
+def test_plugin_layers_of_the_rule(case: DeltaCase) -> None:
+    """The evaluator's reading of the kernels, held to what the kernels are."""
+    delta_table.check(case, delta_plugins)
+
+
+@pytest.mark.parametrize("case", conv_table.conv_cases(), ids=lambda case: case.name)
+def test_plugin_layers_of_the_convolution(case: ConvCase) -> None:
+    conv_table.check(case, conv_plugins)
 
 
 def test_powers_of_the_coupling_lose_what_doubling_keeps() -> None:
@@ -93,7 +111,7 @@ def on_conv_kernels(name: str) -> Callable[[ModuleType, pytest.MonkeyPatch], Non
 
 
 def on_inputs(faulty: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(branch_device, "input_table", faulty.input_table)
+    patch.setattr(branch_tables, "input_table", faulty.input_table)
     conv_table.check(WINDOW, conv_kernels)
 
 

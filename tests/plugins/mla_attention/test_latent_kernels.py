@@ -18,6 +18,7 @@ from trtree.plugins.mla_attention.device_checks import (
 from trtree.plugins.mla_attention.plan import plan_latent_attention
 from trtree.plugins.mla_attention.tiles import LatentTile, latent_tile
 from trtree.plugins.sparse_indexer import launch as indexer
+from trtree.plugins.sparse_indexer.plan import row_lengths
 from trtree.plugins.sparse_indexer.tiles import index_tile
 from trtree.plugins.tree_attention.cases import pairwise
 from trtree.plugins.tree_attention.plan import row_tables
@@ -150,7 +151,7 @@ def test_padding_rows_and_idle_items() -> None:
     other = inputs.segments[1].pages
     assert torch.equal(inputs.cache.vectors[other], before[other])
 
-    lengths = indexer.row_lengths(segments, len(inputs.q))
+    lengths = row_lengths(segments, len(inputs.q))
     scores = torch.zeros(len(inputs.q), 29)
     selection, _ = indexer.index_top_k(scores, lengths, 12, block=16)
     assert selection[0].tolist() == list(range(12))

@@ -237,6 +237,66 @@ def test_segments_of_ranks_add_up_to_the_same_bits(kind: str) -> None:
     assert total.tobytes() == y.tobytes()
 
 
+def test_each_slot_is_scaled_by_its_experts_vector() -> None:
+    """Of rows, and of what they are in slots already; to the bit, as each is one product."""
+    generator = torch.Generator().manual_seed(7)
+    weights = random_weights(23, 3, seed=2)
+    weights[5] = 0  # a row without experts
+    weights[6, weights[6].nonzero()[0]] = 0  # and one that is short of one
+    vectors = 0.5 + torch.rand(8, 96, generator=generator)
+    x = torch.randn(23, 96, generator=generator)
+    once = reference.experts_scale(x, weights, vectors, 3)
+    twice = reference.experts_scale(once, weights, vectors, 3)
+    experts = weights[0].nonzero().flatten()
+    assert torch.equal(once[0], x[0] * vectors[experts])
+    assert torch.equal(twice[0], once[0] * vectors[experts])
+    assert not once[5].any() and not once[6, 2].any() and once[6, 1].any()
+    for operand, wanted in ((x, once), (once, twice)):
+        for parallel in (_core.Serial(), _core.ThreadPool(2)):
+            got = cpu.experts_scale(
+                operand.numpy(), weights.numpy(), vectors.numpy(), 3, parallel=parallel
+            )
+            assert got.tobytes() == wanted.numpy().tobytes()
+
+
+@pytest.mark.parametrize("in_slots", [False, True])
+def test_factors_beside_experts(in_slots: bool) -> None:
+    """Two dense products of each slot's own expert, and their sum with what is gated."""
+    stack, first, second = Stack("nvfp4"), Stack("bfloat16", 1), Stack("bfloat16", 2)
+    a = [w[:8] for w in first.up]
+    b = [w[:, :8].contiguous() for w in second.up]
+    weights = random_weights(23, 3, seed=2)
+    weights[5] = 0
+    x = torch.randn(23, *([3] if in_slots else []), 96, generator=torch.Generator().manual_seed(1))
+    if in_slots:
+        x = x * (reference.slots(weights)[:, -1:, None] >= torch.arange(3)[:, None])
+    middle = reference.experts_linear(x, weights, first.reference(a), 3)
+    added = reference.experts_linear(middle, weights, second.reference(b), 3)
+    h = reference.experts_up(x, weights, stack.reference(stack.up), 3, added)
+    without = reference.experts_up(x, weights, stack.reference(stack.up), 3)
+    assert (h - without).abs().max() > 0.1
+
+    def run(rows: slice, **options: Any) -> list[FloatArray]:
+        these = x.numpy()[rows], weights.numpy()[rows]
+        count = len(these[0])
+        t = cpu.experts_linear(first.packed(a), *these, 3, **options).reshape(count, 3, 8)
+        u = cpu.experts_linear(second.packed(b), t, these[1], 3, **options).reshape(count, 3, -1)
+        return [t, u, cpu.experts_up(stack.packed(stack.up), *these, 3, u, **options)]
+
+    got = run(slice(None))
+    for ours, wanted in zip(got, (middle, added, h), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-6 * float(wanted.abs().max()))
+        assert not ours[5].any()
+    for threads in (run(slice(None), parallel=_core.ThreadPool(2)), run(slice(7, 8))):
+        for ours, part in zip(threads, got, strict=True):
+            assert ours.tobytes() in (part.tobytes(), part[7:8].tobytes())
+    parts = cpu.experts_linear(first.packed(a), x.numpy(), weights.numpy(), 3, partial_sums=True)
+    total = np.zeros_like(got[0]).reshape(69, 8)
+    for segment in range(8):
+        total += parts[:, segment]
+    assert total.tobytes() == got[0].tobytes()
+
+
 def test_more_experts_than_slots_are_refused() -> None:
     stack = Stack("float32")
     x = np.zeros((2, stack.hidden), dtype=np.float32)
@@ -246,3 +306,12 @@ def test_more_experts_than_slots_are_refused() -> None:
         cpu.experts_up(stack.packed(stack.up), x, weights, 3)
     with pytest.raises(ValueError, match="experts is 7, expected 8"):
         cpu.experts_up(stack.packed(stack.up), x, weights[:, :7].copy(), 3)
+    vectors = np.ones((8, stack.hidden), dtype=np.float32)
+    with pytest.raises(ValueError, match="row 1 has 4 experts, there are 3 slots"):
+        cpu.experts_scale(x, weights, vectors, 3)
+    with pytest.raises(ValueError, match="vectors is 7, expected 8"):
+        cpu.experts_scale(x, weights, vectors[:7].copy(), 4)
+    with pytest.raises(ValueError, match="slots is 2, expected 4"):
+        cpu.experts_scale(np.zeros((2, 2, stack.hidden), np.float32), weights, vectors, 4)
+    with pytest.raises(ValueError, match="features is 96, expected 288"):
+        cpu.experts_up(stack.packed(stack.up), x, weights, 4, np.zeros((2, 4, 96), np.float32))

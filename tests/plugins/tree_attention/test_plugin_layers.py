@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from plugin_layers import plugin_layer
+from trtree.plugins.tensorrt_plugin import PluginLayer
 from trtree.plugins.tree_attention import launch
 from trtree.plugins.tree_attention.cases import AttentionCase, assert_rounded, make_inputs
 from trtree.plugins.tree_attention.device_checks import cache_to, check_append
 from trtree.plugins.tree_attention.plan import plan_attention, row_tables
 from trtree.plugins.tree_attention.specs import LayerConfig
-from trtree.plugins.tree_attention.tensorrt_plugin import PLUGINS, PluginLayer
+from trtree.plugins.tree_attention.tensorrt_plugin import PLUGINS
 from trtree.plugins.tree_attention.tiles import attention_tile
 
 CPU = torch.device("cpu")

@@ -116,6 +116,7 @@ def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         ("NVFP4", False, False),
         ("W4A16_NVFP4", True, True),
         ("NVFP4_AWQ", False, True),
+        ("NVFP4_SVD", False, True),
         (None, False, True),
         (None, True, False),
     ],
@@ -161,7 +162,7 @@ def test_experts_and_a_drafter_on_every_number_of_ranks(
     assert one == four
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", None])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "NVFP4_SVD", None])
 @pytest.mark.parametrize("config", [qwen3_moe_config, glm4_moe_config])
 def test_what_does_not_divide_evenly_is_divided_by_blocks(
     tmp_path: Path, config: Callable[..., dict[str, Any]], algorithm: str | None

@@ -57,23 +57,26 @@ def test_the_start_says_how_to_use_it(server: ServerProcess, narrow: ServerProce
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_disconnect_frees_pages(server: ServerProcess, stream: bool) -> None:
-    with httpx.Client(base_url=server.url, timeout=0.5) as client:
-        body = LONG | {"stream": stream}
-        if stream:
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                lines = response.iter_lines()
-                assert next(lines).startswith("data: ")
-                assert server.used_pages() > 0
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=body)
-    assert server.idle(10), "the outputs went on"
+    body = LONG | {"stream": stream}
+    if stream:
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            assert server.used_pages() > 0
+    else:
+        patience = httpx.Timeout(60, read=0.5)
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post("/v1/completions", json=body, timeout=patience)
+    assert server.idle(), "the outputs went on"
 
 
 def test_a_stop_string_frees_pages(server: ServerProcess) -> None:
+    (before,) = server.metrics("output_tokens_total")
     body = LONG | {"n": 1, "stop": "crow called"}
     assert server.complete(**body)["choices"][0]["finish_reason"] == "stop"
-    assert server.idle(5), "the output went on behind its stop string"
+    assert server.idle()
+    (after,) = server.metrics("output_tokens_total")
+    assert after - before < 200, "the output went on behind its stop string"
 
 
 def test_what_v1_asks_for(narrow: ServerProcess) -> None:
@@ -119,25 +122,21 @@ def test_a_full_queue(narrow: ServerProcess) -> None:
 
 def test_sigterm_lets_an_open_stream_end(narrow: ServerProcess) -> None:
     """And what comes meanwhile is refused; the server exits 0. Ends the narrow server."""
-    body = LONG | {"n": 8, "max_tokens": 400, "stream": True}
+    body = LONG | {"n": 8, "max_tokens": 1000, "stream": True}
     events: list[str] = []
     with narrow.http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         events.append(next(lines))
         narrow.process.send_signal(signal.SIGTERM)
+        assert narrow.shuts_down()
         with httpx.Client(base_url=narrow.url, headers=AUTHORIZED) as other:
-            deadline = time.monotonic() + 5
-            while (health := other.get("/health")).status_code == 200:
-                assert time.monotonic() < deadline
-            assert health.status_code == 503
-            assert "shutting down" in health.json()["error"]["message"]
             refused = other.post("/v1/completions", json={"prompt": "a"})
             assert refused.status_code == 503
         events += [line for line in lines if line]
     assert events[-1] == "data: [DONE]"
     reasons = [json.loads(e.removeprefix("data: "))["choices"][0] for e in events[:-1]]
     assert [r["finish_reason"] for r in reasons if r["finish_reason"]] == ["length"] * 8
-    assert narrow.process.wait(10) == 0
+    assert narrow.process.wait(60) == 0
     assert narrow.process.stderr is not None
     assert narrow.process.stderr.read() == ""
 
@@ -149,14 +148,12 @@ def test_a_second_signal_ends_streams(demo_engine: Callable[..., Path]) -> None:
             lines = stream.iter_lines()
             next(lines)
             process.process.send_signal(signal.SIGINT)
-            time.sleep(0.2)
-            started = time.monotonic()
+            assert process.shuts_down()  # two signals at once may arrive as one
             process.process.send_signal(signal.SIGINT)
             *_, error, done = [line for line in lines if line]
         assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
         assert done == "data: [DONE]"
-        assert process.process.wait(10) == 0
-        assert time.monotonic() - started < 8
+        assert process.process.wait(60) == 0
     finally:
         process.close()
 
@@ -185,7 +182,7 @@ def test_many_connections(server: ServerProcess) -> None:
     statuses = asyncio.run(all_of_them())
     assert statuses[leaving:] == [200] * (count - leaving)
     assert server.idle()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while process.num_fds() > before + 5:
         assert time.monotonic() < deadline, f"{process.num_fds()} files open, {before} before"
         time.sleep(0.1)

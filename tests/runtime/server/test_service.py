@@ -27,38 +27,17 @@ from trtree.runtime.service import (
 )
 from trtree.runtime.session import RequestError, Session
 from trtree.runtime.tokenizer import Tokenizer
+from wrapped_engine import FailingEngine, GatedEngine
 
 VOCAB = 300
 UNKNOWN = decode([7, 7], 20, VOCAB)[10]
-
-
-class FailingEngine(ToyEngine):
-    """Fails at its third step."""
-
-    def step(self, batch: _core.RowBatch) -> _core.StepResult:
-        self.count = getattr(self, "count", 0) + 1
-        if self.count == 3:
-            raise RuntimeError("row 7 is not finite")
-        return super().step(batch)
-
-
-class GatedEngine(ToyEngine):
-    """Waits before each step until it may be made."""
-
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        self.steps = threading.Semaphore(0)
-
-    def step(self, batch: _core.RowBatch) -> _core.StepResult:
-        assert self.steps.acquire(timeout=30)
-        return super().step(batch)
 
 
 @pytest.fixture
 def serve(demo_engine: Callable[..., Path]) -> Iterator[Callable[..., Service]]:
     services = []
 
-    def start(*engines: ToyEngine, max_queue_size: int = 0) -> Service:
+    def start(*engines: _core.Engine, max_queue_size: int = 0) -> Service:
         config = ExecutorConfig(max_queue_size=max_queue_size)
         executors = [Executor(engine, config) for engine in engines]
         services.append(Service(EngineDir.open(demo_engine()), executors))
@@ -108,28 +87,29 @@ def test_executors_share_the_load(serve: Callable[..., Service]) -> None:
 
 
 def test_a_failing_engine_ends_its_requests(serve: Callable[..., Service]) -> None:
-    service = serve(FailingEngine(vocab=VOCAB))
+    service = serve(FailingEngine(ToyEngine(vocab=VOCAB), "step", 3))
     told: list[Finished] = []
     service.observers.append(told.append)
     results = run(service, [Submission(request([i, 5])) for i in range(3)])
     for _, _, finish in results:
         assert finish.reason == "error"
-        assert finish.error == "the engine failed: row 7 is not finite"
-    assert service.failure == "the engine failed: row 7 is not finite"
-    with pytest.raises(ServiceUnavailableError, match="row 7"):
+        assert finish.error == "the engine failed: step failed"
+    assert service.failure == "the engine failed: step failed"
+    with pytest.raises(ServiceUnavailableError, match="step failed"):
         service.submit(Submission(request([1])), print)
     assert service.open_requests == 0
     assert [finished.finish.reason for finished in told] == ["error"] * 3
 
 
 def test_refusals(serve: Callable[..., Service]) -> None:
-    engine = GatedEngine(vocab=VOCAB, max_batch_size=1)
+    engine = GatedEngine(ToyEngine(vocab=VOCAB, max_batch_size=1))
     service = serve(engine, max_queue_size=2)
     try:
         with pytest.raises(RequestError, match="vocabulary has 300"):
             service.submit(Submission(request([VOCAB])), print)
         chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
         handles = [service.submit(Submission(request([1])), chunks.put)]
+        assert engine.waiting.wait(60)  # the first one runs
         with pytest.raises(QueueFullError, match="max_queue_size is 2"):
             for _ in range(4):  # one runs, two wait
                 handles.append(service.submit(Submission(request([1])), chunks.put))
@@ -140,13 +120,13 @@ def test_refusals(serve: Callable[..., Service]) -> None:
             handle.cancel()
             handle.cancel()  # no harm
         # What a step says is told behind the cancellations, so they are known by then.
-        engine.steps.release()
-        assert chunks.get(timeout=30).finish is None
+        engine.allow()
+        assert chunks.get(timeout=60).finish is None
     finally:
-        engine.steps.release(1000)
+        engine.open()
     reasons = []
     while len(reasons) < len(handles):
-        if (finish := chunks.get(timeout=30).finish) is not None:
+        if (finish := chunks.get(timeout=60).finish) is not None:
             reasons.append(finish.reason)
     assert set(reasons) == {"cancelled"}
 

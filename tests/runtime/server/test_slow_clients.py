@@ -45,7 +45,7 @@ def connect(server: ServerProcess) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.settimeout(60)
+    sock.settimeout(30)  # less than the server's patience, unless a test shortens that
     sock.connect((host, int(port)))
     return sock
 
@@ -105,9 +105,7 @@ def test_a_client_that_does_not_send_is_dropped(hasty: ServerProcess, request_of
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
         elif request_of == "half a body":
             post(sock, {"prompt": "a"}, sent=5)
-        started = time.monotonic()
         answer = rest(sock)
-        assert time.monotonic() - started < 10 * STALL_SECONDS
     assert (b"408" in answer.split(b"\r\n")[0]) == (request_of == "half a body")
 
 

@@ -14,6 +14,7 @@ from trtree.build.engine_dir import EngineDir
 from trtree.runtime.engines import load_engine
 from trtree.runtime.executor import (
     Executor,
+    ExecutorConfig,
     FinishReason,
     QueueFullError,
     Request,
@@ -21,15 +22,29 @@ from trtree.runtime.executor import (
     executor_config,
 )
 from trtree.runtime.triton_repo.remote_job import JobClient, RemoteExecutor, serve
+from wrapped_engine import GatedEngine
 
 PROMPT = [5, 17, 300, 9]
 LONG = Request(PROMPT, 1500)
 
 
+class OpeningExecutor(Executor):
+    """Its engine stands still before its second step, until a request is cancelled: by then the
+    request runs, and cannot have ended."""
+
+    def __init__(self, engine: GatedEngine, config: ExecutorConfig) -> None:
+        super().__init__(engine, config)
+        self.engine = engine
+
+    def cancel_request(self, request_id: int) -> None:
+        super().cancel_request(request_id)
+        self.engine.open()
+
+
 class Job:
     """Rank 0's side in a thread; a client may come again."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: OpeningExecutor) -> None:
         self.executor = executor
         self.connect()
 
@@ -51,10 +66,12 @@ def job(demo_engine: Callable[..., Path]) -> Iterator[Job]:
     engine_dir = EngineDir.open(demo_engine())
     config = executor_config(engine_dir)
     config.max_queue_size = 4
-    one = Job(Executor(load_engine(engine_dir, num_threads=1), config))
+    engine = GatedEngine(load_engine(engine_dir, num_threads=1), steps=1)
+    one = Job(OpeningExecutor(engine, config))
     yield one
+    engine.open()
     one.client.close()
-    one.thread.join(20)
+    one.thread.join(60)
     assert not one.thread.is_alive()
 
 
@@ -72,6 +89,7 @@ def tokens_of(executor: Executor | RemoteExecutor, request: Request) -> list[int
 
 
 def test_tokens_and_statistics(job: Job, demo_engine: Callable[..., Path]) -> None:
+    job.executor.engine.open()
     alone = Executor(load_engine(EngineDir.open(demo_engine()), num_threads=1))
     for config in (SpeculativeConfig(), SpeculativeConfig(tree_budget=3)):
         request = Request(PROMPT, 30, speculative=config)
@@ -90,11 +108,11 @@ def test_errors_are_the_executors_own(job: Job) -> None:
 
 def test_a_cancelled_request_says_so(job: Job) -> None:
     request_id = job.remote.enqueue_request(LONG)
-    assert job.remote.await_responses(5)
+    assert job.remote.await_responses(60)
     job.remote.cancel_request(request_id)
     responses = []
     while not responses or not responses[-1].finished:
-        responses += job.remote.await_responses(5)
+        responses += job.remote.await_responses(60)
     assert responses[-1].finish_reason == FinishReason.CANCELLED
 
 
@@ -102,14 +120,14 @@ def test_a_cancelled_request_says_so(job: Job) -> None:
 def test_a_clients_requests_end_with_it(job: Job, politely: bool) -> None:
     """The executor stays, for the next."""
     job.remote.enqueue_request(LONG)
-    assert job.remote.await_responses(5)
+    assert job.remote.await_responses(60)
     assert job.used_pages() > 0
     if politely:
         job.client.close()
     else:
         with socket.socket(fileno=os.dup(job.connection.fileno())) as same:
             same.shutdown(socket.SHUT_RDWR)
-    job.thread.join(20)
+    job.thread.join(60)
     assert not job.thread.is_alive()
     assert job.used_pages() == 0
     job.connect()
@@ -127,7 +145,7 @@ def test_a_job_that_ends_is_an_error(job: Job) -> None:
     (remote,) = client.executors
     there.close()
     with pytest.raises(RuntimeError, match="job has ended"):
-        remote.await_responses(5)
+        remote.await_responses(60)
     with pytest.raises(RuntimeError, match="job has ended"):
         remote.enqueue_request(LONG)
     client.close()
