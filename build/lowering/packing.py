@@ -11,10 +11,12 @@ from trtree.build.checkpoint.matrix import release, take
 from trtree.build.lowering.division import TILE
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.resumable import ResumableFile
+from trtree.plugins.dense_linear import cpu as dense_cpu
 from trtree.plugins.dense_linear.cpu import ALIGNMENT, DenseRows, Rows
+from trtree.plugins.nvfp4_linear import cpu as nvfp4_cpu
 from trtree.plugins.nvfp4_linear.cpu import CodedRows, RoundedRows
 
-_PIECE = 1 << 20  # bytes packed at a time
+_PIECE = 1 << 21  # bytes packed at a time
 
 
 def append_linear(
@@ -28,8 +30,7 @@ def append_linear(
     align(file)
     offset = file.tell()
     count = linear.shape[0]
-    rows_of_tile = min(TILE, count)
-    step = max(1, _PIECE // _rows(linear, 0, rows_of_tile).packed_size(0, rows_of_tile)) * TILE
+    step = max(1, _PIECE // _tile_bytes(linear)) * TILE
     try:
         for first in range(0, count, step):
             end = min(first + step, count)
@@ -58,6 +59,13 @@ def _append(file: ResumableFile, rows: Rows) -> None:
 def align(file: ResumableFile) -> None:
     """What follows is mapped at a multiple of 64 bytes."""
     file.write(bytes(-file.tell() % ALIGNMENT))
+
+
+def _tile_bytes(linear: StoredLinear) -> int:
+    k = linear.shape[1]
+    if linear.global_scale is not None:
+        return nvfp4_cpu.packed_size(TILE, k)
+    return dense_cpu.packed_size(TILE, k, linear.dense[0].dtype)
 
 
 def _rows(linear: StoredLinear, first: int, end: int) -> Rows:
