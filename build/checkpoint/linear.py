@@ -24,6 +24,7 @@ from trtree.build.checkpoint.headers import (
     Names,
     dense_name,
 )
+from trtree.build.checkpoint.matrix import HeldMatrix, Matrix
 from trtree.build.checkpoint.scheme import FP8_BLOCK, QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo
 from trtree.plugins.nvfp4_linear import format as nvfp4
@@ -73,37 +74,46 @@ class LinearWeight:
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """A linear in parts along out_features, as they are stored and not looked at yet: whoever
-    reads them checks their numbers, and what is at fault ``Checkpoint.linear`` says.
+    """A linear in parts along out_features, as they are stored and not read yet: whoever reads
+    them checks their numbers, and what is at fault ``Checkpoint.linear`` says.
 
-    coded: [O, K] each, or else dense: [O, K] each, of one K and dtype; rows are contiguous.
+    codes, block_scales: of an NVFP4 linear's parts; or else dense, of one dtype.
     global_scale: of the codes, or what dense parts are to be rounded to NVFP4 with; None for a
     linear that stays dense. The others: as of ``LinearWeight``.
     """
 
-    coded: tuple[nvfp4.QuantizedTensor, ...]
-    dense: tuple[torch.Tensor, ...]
+    codes: tuple[Matrix, ...]
+    block_scales: tuple[Matrix, ...]
+    dense: tuple[Matrix, ...]
     global_scale: float | None
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
     segment_bounds: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[O, K]."""
+        parts = self.codes or self.dense
+        k = parts[0].shape[1] * (2 if self.codes else 1)
+        return sum(part.shape[0] for part in parts), k
 
     @classmethod
     def of(cls, linear: LinearWeight) -> "StoredLinear":
         """A linear that has been read, in one part."""
         rest = (linear.input_scale, linear.bias, linear.segment_bounds)
         if isinstance(linear.weight, nvfp4.QuantizedTensor):
-            return cls((linear.weight,), (), float(linear.weight.global_scale), *rest)
-        return cls((), (linear.weight,), None, *rest)
+            codes, scales, global_scale = linear.weight
+            return cls((HeldMatrix(codes),), (HeldMatrix(scales),), (), float(global_scale), *rest)
+        return cls((), (), (HeldMatrix(linear.weight),), None, *rest)
 
 
 class Tensors(Protocol):
-    """Where tensors come from: a Checkpoint. ``mapped`` and ``number`` check no values."""
+    """Where tensors come from: a Checkpoint. ``stored`` and ``number`` check no values."""
 
     quantization: QuantizationConfig | None
 
     def tensor(self, tensor_name: str) -> torch.Tensor: ...
-    def mapped(self, tensor_name: str) -> torch.Tensor: ...
+    def stored(self, tensor_name: str) -> Matrix: ...
     def number(self, tensor_name: str) -> float: ...
     def info(self, tensor_name: str) -> TensorInfo: ...
     def linear_info(self, module: str) -> LinearInfo: ...
@@ -159,23 +169,21 @@ def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
     bias = load_bias(checkpoint, modules)
     if checkpoint.linear_info(modules[0]).kind == "dense":
         weights = tuple(_stored_dense(checkpoint, module) for module in modules)
-        return StoredLinear((), weights, None, None, bias)
+        return StoredLinear((), (), weights, None, None, bias)
     names = _names(checkpoint)
     input_scale = _input_scale(checkpoint, modules)
     scales = [_global_scale(checkpoint, f"{m}.{names.global_scale}") for m in modules]
+    codes = tuple(checkpoint.stored(f"{module}.{names.codes}") for module in modules)
+    block_scales: tuple[Matrix, ...]
     uneven = len({float(scale) for scale in scales}) > 1
     if uneven or any(_blocks_per_scale(checkpoint, module) > 1 for module in modules):
         parts = _rescaled(modules, [_load_nvfp4(checkpoint, module) for module in modules])
+        block_scales = tuple(HeldMatrix(part.block_scale) for part in parts)
+        largest = float(parts[0].global_scale)
     else:
-        parts = [
-            nvfp4.QuantizedTensor(
-                checkpoint.mapped(f"{module}.{names.codes}"),
-                checkpoint.mapped(f"{module}.{names.block_scale}"),
-                scales[0],
-            )
-            for module in modules
-        ]
-    return StoredLinear(tuple(parts), (), float(parts[0].global_scale), input_scale, bias)
+        block_scales = tuple(checkpoint.stored(f"{m}.{names.block_scale}") for m in modules)
+        largest = float(scales[0])
+    return StoredLinear(codes, block_scales, (), largest, input_scale, bias)
 
 
 def _input_scale(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | None:
@@ -185,11 +193,11 @@ def _input_scale(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | 
     return torch.stack([_global_scale(checkpoint, name) for name in names]).max().float()
 
 
-def _stored_dense(checkpoint: Tensors, module: str) -> torch.Tensor:
+def _stored_dense(checkpoint: Tensors, module: str) -> Matrix:
     name = dense_name(module)
     if checkpoint.info(name).dtype == FP8:
-        return _load_dense(checkpoint, module)
-    return checkpoint.mapped(name)
+        return HeldMatrix(_load_dense(checkpoint, module))
+    return checkpoint.stored(name)
 
 
 def load_bias(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | None:

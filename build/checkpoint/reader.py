@@ -19,6 +19,7 @@ from trtree.build.checkpoint.errors import CheckpointError, NoWeightsError
 from trtree.build.checkpoint.headers import LinearInfo
 from trtree.build.checkpoint.json_file import read_json
 from trtree.build.checkpoint.linear import LinearWeight, StoredLinear
+from trtree.build.checkpoint.matrix import StoredMatrix
 from trtree.build.checkpoint.patterns import left_out, matcher
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.scheme import QuantizationConfig
@@ -100,9 +101,9 @@ class Checkpoint:
         _check_finite(tensor_name, info, tensor)
         return tensor
 
-    def mapped(self, tensor_name: str) -> torch.Tensor:
-        """As ``tensor``, of any values: for those who check them while they read them."""
-        return map_tensor(tensor_name, self.info(tensor_name))
+    def stored(self, tensor_name: str) -> StoredMatrix:
+        """A tensor of two axes, not read yet: for those who check it while they read it."""
+        return StoredMatrix(tensor_name, self.info(tensor_name))
 
     def number(self, tensor_name: str) -> float:
         """A tensor of one number, whatever it is."""
@@ -178,7 +179,7 @@ class Checkpoint:
         return linear.load(self, modules)
 
     def stored_linear(self, modules: Sequence[str]) -> StoredLinear:
-        """The same, its large tensors mapped and not read.
+        """The same, its large tensors not read yet.
 
         Raises:
             CheckpointError: see ``linear.stored``.

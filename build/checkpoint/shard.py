@@ -97,7 +97,7 @@ def map_tensor(name: str, info: TensorInfo) -> torch.Tensor:
     lead = info.offset - start
     pages: mmap.mmap | bytearray
     try:
-        file = _opened(info.file)
+        file = opened(info.file)
         if info.nbytes <= _SMALL:
             pages, lead = bytearray(os.pread(file.fileno(), info.nbytes, info.offset)), 0
             if len(pages) < info.nbytes:
@@ -119,7 +119,7 @@ def read_number(name: str, info: TensorInfo) -> float:
     if info.dtype != torch.float32:
         return float(map_tensor(name, info).item())
     try:
-        raw = os.pread(_opened(info.file).fileno(), info.nbytes, info.offset)
+        raw = os.pread(opened(info.file).fileno(), info.nbytes, info.offset)
         return float(struct.unpack("<f", raw)[0])
     except (OSError, struct.error) as error:
         raise _changed(name, info, error) from None
@@ -133,7 +133,7 @@ def _changed(name: str, info: TensorInfo, error: Exception) -> CheckpointError:
     )
 
 
-def _opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BinaryIO:
     """A file of experts is opened once, not for each of its thousands of tensors."""
     stat = path.stat()
     return _open_once(path, stat.st_dev, stat.st_ino, stat.st_mtime_ns)

@@ -99,10 +99,8 @@ def test_codes(shape: tuple[int, int], isa: str) -> None:
     weight = coded(*shape)
     expected = coded_by_definition(weight)
     assert np.array_equal(nvfp4_cpu.pack(weight, isa=isa), expected)
-    parts = zip(
-        cut(weight.codes, [5, 21]), cut(weight.block_scale.view(torch.uint8), [5, 21]), strict=True
-    )
-    rows = CodedRows([weight._replace(codes=c, block_scale=s) for c, s in parts], isa=isa)
+    scales = cut(weight.block_scale.view(torch.uint8), [4, 30])
+    rows = CodedRows(cut(weight.codes, [5, 21]), scales, isa=isa)
     assert rows.shape == shape
     assert np.array_equal(in_pieces(rows, [1, 2]), expected)
 
@@ -138,11 +136,8 @@ def test_rounding_is_the_formats(shape: tuple[int, int], dtype: torch.dtype, isa
 def test_nothing_past_the_end_is_read(isa: str) -> None:
     weight = coded(20, 80)
     raw = weight.block_scale.view(torch.uint8).numpy()
-    guarded = weight._replace(
-        codes=torch.from_numpy(before_guard_page(weight.codes.numpy())),
-        block_scale=torch.from_numpy(before_guard_page(raw)),
-    )
-    rows = CodedRows([guarded], isa=isa)
+    codes, scales = (torch.from_numpy(before_guard_page(x)) for x in (weight.codes.numpy(), raw))
+    rows = CodedRows([codes], [scales], isa=isa)
     assert np.array_equal(in_pieces(rows, [1]), coded_by_definition(weight))
     dense = torch.randn(20, 37)
     last = torch.from_numpy(before_guard_page(dense.numpy()))
@@ -177,7 +172,8 @@ def test_numbers_at_fault_are_found_anywhere(
 
 @pytest.mark.parametrize(("first", "end"), [(8, 16), (0, 17), (-16, 0), (16, 21)])
 def test_pieces_are_whole_tiles(first: int, end: int) -> None:
-    rows = CodedRows([coded(20, 64)])
+    weight = coded(20, 64)
+    rows = CodedRows([weight.codes], [weight.block_scale])
     with pytest.raises(ValueError, match=rf"\[20, 64\]: rows {first} to {end} are no tiles"):
         rows.pack(first, end, np.empty(576, np.uint8))
     with pytest.raises(ValueError, match="take 576 bytes packed, there is room for 100"):
