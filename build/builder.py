@@ -30,7 +30,7 @@ from trtree.build.engine_dir import (
 )
 from trtree.build.kv_cache import KvCache, decide
 from trtree.build.lowering import LOWERINGS
-from trtree.build.lowering.division import Division, Shard
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.shard import RankNetworks, shard_networks
 from trtree.build.lowering.tensorrt import backend as tensorrt
 from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
@@ -105,9 +105,8 @@ class EngineDescription:
         shard = Shard(0, self.options.tp)
         states: dict[str, State] = {}
         for network in self.networks.values():
-            division = Division(network, shard)
             branching = [state for state in network.states.values() if not state.paged]
-            states |= {state.name: division.state(state) for state in branching}
+            states |= {state.name: shard.state(state) for state in branching}
         return sum(math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in states.values())
 
     @property

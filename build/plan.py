@@ -6,7 +6,7 @@ from typing import Any
 
 from trtree.build.builder import EngineDescription
 from trtree.build.hardware import Hardware
-from trtree.build.lowering.division import Division, Shard
+from trtree.build.lowering.division import Shard
 from trtree.build.lowering.tensorrt import backend as tensorrt
 from trtree.build.lowering.tensorrt.memory import kv_bytes, workspace
 from trtree.build.network.network import Network, NetworkError
@@ -22,7 +22,7 @@ def kv_bytes_per_token(description: EngineDescription) -> int:
     """KV of all layers, target and drafter, on one rank, in bytes per token."""
     shard = Shard(0, description.options.tp)
     states = {
-        state.name: Division(network, shard).state(state).token_bytes
+        state.name: shard.state(state).token_bytes
         for network in description.networks.values()
         for state in network.states.values()
         if state.paged
@@ -155,11 +155,12 @@ def _of_requests(description: EngineDescription, requests: int) -> EngineDescrip
 def kv_tokens_that_fit(description: EngineDescription, hardware: Hardware) -> int:
     """How many tokens of KV, of all requests together, a GPU has room for beside all else;
     0 if that alone is too much."""
-    (kv,) = (size for name, size in _sizes(description) if name.startswith(_KV))
+    sizes = _sizes(description)
+    (kv,) = (size for name, size in sizes if name.startswith(_KV))
     slots = description.engine_sizes.kv_slots
     if not description.options.on_tensorrt:
         slots = description.options.num_pages * description.options.page_size
-    others = sum(size for _, size in _sizes(description)) - kv
+    others = sum(size for _, size in sizes) - kv
     return max(0, hardware.memory_bytes - others) * slots // kv
 
 

@@ -107,7 +107,7 @@ class CheckpointSource:
             shape,
             "nvfp4",
             linear.has_bias,
-            _activations(self.activations, checkpoint.quantization, module),
+            _activations(self.activations, module, checkpoint.quantization.algorithm_of(module)),
             checkpoint.input_digest(module) if linear.has_pre_quant_scale else None,
             LowRank(linear.rank, checkpoint.factor_digest(module)) if linear.rank else None,
         )
@@ -179,19 +179,17 @@ class ConfigSource:
                 f"config.json: {module} would be {algorithm} of {implied[-1]} in_features, which "
                 f"are no multiple of {BLOCK}"
             )
-        activations = _activations(self.activations, quantization, module)
+        activations = _activations(self.activations, module, algorithm)
         return WeightInfo("nvfp4", implied, "nvfp4", False, activations)
 
 
-def _activations(
-    asked: Activations | None, quantization: QuantizationConfig, module: str
-) -> Activations:
+def _activations(asked: Activations | None, module: str, algorithm: str | None) -> Activations:
     """What is asked for, as far as the checkpoint has what it needs; else the checkpoint's."""
-    own = quantization.activations_of(module)
+    own = ALGORITHMS[algorithm].activations if algorithm else None
     assert own is not None  # the caller asks of NVFP4 linears only
     if asked == "nvfp4" and own != "nvfp4":
         raise CheckpointError(
-            f"activations nvfp4: {module} is {quantization.algorithm_of(module)}, so it has no "
+            f"activations nvfp4: {module} is {algorithm}, so it has no "
             f"input_scale for NVFP4; use --activations {own}, or a checkpoint that is NVFP4"
         )
     return asked or own

@@ -81,6 +81,23 @@ class Shard:
             return range(own, own + 1)
         return self.part(heads, what)
 
+    def state(self, state: State) -> State:
+        """What a rank keeps of the state of an op on parts.
+
+        Raises:
+            NetworkError: its heads do not divide.
+        """
+        if state.kind == "latent":
+            return state  # all heads share it
+        if state.kind == "kv":
+            own = self.kv_heads(state.heads, f"{state.name}: KV heads")
+            return replace(state, heads=len(own))
+        if state.kind == "recurrent":
+            own = self.part(state.heads, f"{state.name}: heads")
+            return replace(state, heads=len(own))
+        own = self.part(state.head_dim, f"{state.name}: channels")
+        return replace(state, head_dim=len(own))
+
 
 WHOLE = Shard()  # one rank has it all
 
@@ -240,23 +257,6 @@ class Division:
         if self.uses[self._producers[name].name] == "vocabulary":
             return len(self.shard.part(total, f"{name}: logits"))
         return len(self.shard.features(total, f"{name}: features"))
-
-    def state(self, state: State) -> State:
-        """What a rank keeps of the state of an op on parts.
-
-        Raises:
-            NetworkError: its heads do not divide.
-        """
-        if state.kind == "latent":
-            return state  # all heads share it
-        if state.kind == "kv":
-            own = self.shard.kv_heads(state.heads, f"{state.name}: KV heads")
-            return replace(state, heads=len(own))
-        if state.kind == "recurrent":
-            own = self.shard.part(state.heads, f"{state.name}: heads")
-            return replace(state, heads=len(own))
-        own = self.shard.part(state.head_dim, f"{state.name}: channels")
-        return replace(state, head_dim=len(own))
 
     def _note_heads(self, op: Op) -> None:
         """Of ops that say what their rows or channels are, and of what is laid out like those."""

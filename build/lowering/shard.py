@@ -366,7 +366,7 @@ class _NetworkShard:
         if op.state is None:
             return
         state = self._whole.states[op.state]
-        self.network.states[op.state] = self._division.state(state) if divided else state
+        self.network.states[op.state] = self._division.shard.state(state) if divided else state
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
         return self._whole.tensors[name].shape

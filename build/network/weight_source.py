@@ -62,6 +62,8 @@ class WeightInfo:
     def is_like(self, other: "WeightInfo") -> bool:
         """Whether both are the same but for their shape and for the values of what scales their
         inputs, or adds to their weights."""
+        if self == other:  # as most experts are, and there are tens of thousands
+            return True
         return _kind(self) == _kind(other)
 
 

@@ -141,7 +141,7 @@ def _step_inputs(low: Lowering) -> list[Binding]:
 def _cache_inputs(low: Lowering) -> list[Binding]:
     bindings = []
     for state in low.network.states.values():
-        own = low.division.state(state)
+        own = low.encoding.shard.state(state)
         if not state.paged:
             slots = low.paged.sizes.max_requests if low.paged else BATCH
             bindings.append(Binding(state.name, state.dtype, (slots, *own.shape)))
@@ -194,7 +194,7 @@ def _outputs(low: Lowering) -> list[Binding]:
         kept.name = OUTPUT_PREFIX + name
         low.emit.network.mark_output(kept)
         whole = low.network.states[name.rpartition(".")[0]]
-        bindings.append(_kept(low, low.division.state(whole), kept))
+        bindings.append(_kept(low, low.encoding.shard.state(whole), kept))
     return bindings
 
 

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from trtree.build.lowering.division import Division
 from trtree.build.lowering.tensorrt.backend import Sizes
 from trtree.build.lowering.tensorrt.context import BATCH, OUTPUTS, ROWS, Profile
 from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
@@ -15,8 +14,8 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
 
 def kv_bytes(network: Network, sizes: Sizes, encoding: Encoding) -> int:
     """The caches of all of a network's layers, one rank's heads."""
-    division = Division(network, encoding.shard)
-    per_slot = sum(division.state(s).token_bytes for s in network.states.values() if s.paged)
+    shard = encoding.shard
+    per_slot = sum(shard.state(s).token_bytes for s in network.states.values() if s.paged)
     return sizes.kv_slots * per_slot
 
 
@@ -55,7 +54,7 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
     last = {name: index for index, op in enumerate(network.ops) for name in op.inputs}
     last |= {name: len(network.ops) for name in network.outputs.values()}
     live: dict[str, int] = {}
-    peak = 0
+    peak = total = 0
     for index, op in enumerate(network.ops):
         for name in op.outputs:
             live[name] = _tensor_bytes(network.tensors[name], profile, encoding)
@@ -65,8 +64,11 @@ def _peak(network: Network, profile: Profile, encoding: Encoding) -> int:
         if op.kind.startswith("experts_"):
             passing, result = _of_every_expert(network, op, profile, encoding)
             live[op.outputs[0]] = result or live[op.outputs[0]]
-        peak = max(peak, sum(live.values()) + passing)
-        live = {name: size for name, size in live.items() if last.get(name, -1) > index}
+        total += sum(live[name] for name in op.outputs)
+        peak = max(peak, total + passing)
+        # Results that nothing reads end where they begin.
+        ended = [name for name in {*op.inputs, *op.outputs} if last.get(name, -1) <= index]
+        total -= sum(live.pop(name, 0) for name in ended)
     return peak
 
 
