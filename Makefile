@@ -102,7 +102,8 @@ sanitize: $(VENV)/.oracles
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED)/site:$(SITE) \
 	  $(BIN)/python -S -m pytest -p no:cacheprovider tests/plugins/nvfp4_linear tests/plugins/dense_linear \
-	  tests/plugins/moe/test_moe_cpu.py tests/runtime/test_moe_engine.py \
+	  tests/plugins/moe/test_moe_cpu.py tests/plugins/tree_attention/test_kv_codes.py \
+	  tests/runtime/test_moe_engine.py tests/runtime/test_fp8_kv_engine.py \
 	  tests/runtime/test_glm5_engine.py \
 	  tests/plugins/test_ddtree.py tests/plugins/test_ddtree_top_k.py tests/runtime/test_row_batch.py \
 	  tests/runtime/test_executor.py tests/runtime/test_cpu_bitwise.py \

@@ -17,7 +17,7 @@ from trtree.build.checkpoint import CheckpointError, QuantizationConfig
 from trtree.build.checkpoint.write import quantize_state_dict, write_checkpoint
 from trtree.build.inspection import inspect
 from trtree.build.layers import Layers
-from trtree.build.models import FAMILIES, family_of
+from trtree.build.models import family_of
 from trtree.build.network.network import NetworkError
 from trtree.build.options import BuildOptions
 from trtree.build.plan import kv_bytes_per_token, memory_plan
@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "Llama": ("LlamaConfig", GROUPED),
 }
 
 
@@ -91,9 +92,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
         ("Qwen3Next", "3 linear_attention, 1 full_attention", "4 of 4 experts (2 used)"),
         ("Qwen3_5", "3 linear_attention, 1 full_attention", "4 dense"),
         ("GlmMoeDsa", "4 deepseek_sparse_attention", "1 dense, 3 of 4 experts (2 used)"),
+        ("Llama", "4 full_attention", "4 dense"),
     ],
 )
-def test_architectures_that_cannot_be_built_are_described(
+def test_every_architecture_is_described(
     written: Callable[[str], tuple[Path, Any]], name: str, layers: str, mlps: str
 ) -> None:
     path, model = written(name)
@@ -104,11 +106,12 @@ def test_architectures_that_cannot_be_built_are_described(
     elements = sum(p.numel() for p in model.state_dict().values())
     stored = sum(int(count) for _, count, *_ in found.groups)
     assert stored > 20 and size_text(2 * elements) in facts["tensors"]
-    if f"{name}ForCausalLM" in FAMILIES:
+    if name != "Llama":
+        assert facts["family"] == f"{name}ForCausalLM: can be built"
         return
-    assert f"{name}ForCausalLM: cannot be built" in facts["family"]
-    with pytest.raises(NetworkError, match=f"'{name}ForCausalLM' is not supported; supported: "):
-        family_of({"architectures": [f"{name}ForCausalLM"]})
+    assert "LlamaForCausalLM: cannot be built" in facts["family"]
+    with pytest.raises(NetworkError, match="'LlamaForCausalLM' is not supported; supported: "):
+        family_of({"architectures": ["LlamaForCausalLM"]})
 
 
 def test_glm5_counts_indexer_keys_where_there_are_any(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ prompts = st.lists(st.integers(0, DEMO_VOCAB - 1), min_size=1, max_size=24)
 
 @pytest.mark.parametrize("activations", ["nvfp4", "bf16", "float32"])
 @settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

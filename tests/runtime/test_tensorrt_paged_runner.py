@@ -46,16 +46,16 @@ def evaluated() -> Evaluated:
 
 def test_chain_and_tree_decode_the_tokens_of_plain(evaluated: Evaluated) -> None:
     engine, executables = evaluated
-    given = prompts(20)
+    given = prompts(12)
     plain = decode(engine, [(prompt, PLAIN) for prompt in given])
     assert all(len(tokens) == MAX_TOKENS for tokens in plain)
-    assert len({tuple(tokens) for tokens in plain}) > 12  # it is not one text again and again
+    assert len({tuple(tokens) for tokens in plain}) > 8  # it is not one text again and again
     runs = executables["target.rank0.engine"].runs
     before = len(runs)
     for speculative in (CHAIN, TREE):
         assert decode(engine, [(prompt, speculative) for prompt in given]) == plain
     # And it speculates: fewer target runs than tokens, several requests in each.
-    assert len(runs) - before < 0.8 * 2 * 20 * MAX_TOKENS / 4
+    assert len(runs) - before < 0.8 * 2 * len(given) * MAX_TOKENS / 4
     assert {profile for profile, _ in runs} == {"step"}
     # A few sizes serve all steps.
     assert len({shapes["token_ids"] for _, shapes in runs}) < 16

@@ -45,10 +45,10 @@ def evaluated() -> Evaluated:
 
 def test_chain_and_tree_decode_the_tokens_of_plain(evaluated: Evaluated) -> None:
     engine, executables = evaluated
-    given = prompts(20)
+    given = prompts(12)
     alone = [decode(engine, [(prompt, PLAIN)])[0] for prompt in given]
     assert all(len(tokens) == MAX_TOKENS for tokens in alone)
-    assert len({tuple(tokens) for tokens in alone}) > 12  # it is not one text again and again
+    assert len({tuple(tokens) for tokens in alone}) > 8  # it is not one text again and again
     before = len(executables["target.rank0.engine"].runs)
     for speculative in (CHAIN, TREE):
         assert decode(engine, [(prompt, speculative) for prompt in given]) == alone
@@ -56,7 +56,7 @@ def test_chain_and_tree_decode_the_tokens_of_plain(evaluated: Evaluated) -> None
     runs = executables["target.rank0.engine"].runs[before:]
     verify = [shapes["token_ids"] for profile, shapes in runs if profile == "verify"]
     assert max(shape[0] for shape in verify) == 4
-    assert sum(shape[0] for shape in verify) < 0.7 * 2 * 20 * MAX_TOKENS
+    assert sum(shape[0] for shape in verify) < 0.7 * 2 * len(given) * MAX_TOKENS
 
 
 def test_modes_share_a_step(evaluated: Evaluated) -> None:
