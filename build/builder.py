@@ -153,7 +153,7 @@ def describe(options: BuildOptions) -> EngineDescription:
         drafter = dflash_config.read_drafter(source.drafter)
         speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
-    if layer := headers.scaled_for_one_expert(source.target.names()):
+    if layer := headers.scaled_for_one_expert(source.target.names(), source.target.quantization):
         log.warning(
             "%s: the vector of its shared expert is in the norm before, which the router and the "
             "other experts read as well, and those were exported as if it were not: so ModelOpt "
@@ -328,11 +328,8 @@ def _write_weights(
         )
         return {"sm": list(options.sm), "tensorrt": built}
     checkpoints = {owner: source.checkpoint(owner) for owner in description.owners()}
-    for index in range(options.tp):
-        rank = description.rank(index)
-        LOWERINGS[options.backend].write_files(
-            out, rank.networks, rank.weights, rank.readers(checkpoints), progress, rank.shard
-        )
+    ranks = [description.rank(index) for index in range(options.tp)]
+    LOWERINGS[options.backend].write_files(out, ranks, checkpoints, progress)
     return {}
 
 

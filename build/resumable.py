@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from trtree.build.write_out import WriteOut
 
-_PIECE = 1 << 22  # written and hashed at a time: while a core's caches hold it
+_PIECE = 1 << 21  # written and hashed at a time: while a core's caches hold it
 _PIECES = 4  # in memory
 _MAPPED = 1 << 26  # read at a time
 _JOURNAL = ".journal"

@@ -1,11 +1,11 @@
 """Convert a large random checkpoint into a CPU engine: rate, against the disk, and memory.
 
 Layers of a model's shapes are repeated until the checkpoint has the size asked for. The
-rate is that of the engine's bytes, from the first read to the last byte on the disk; beside
-it stands a plain sequential write of as many bytes to the same disk, once the checkpoint has
-made room for it. With --kill-at the conversion is killed half-way, say, and resumed: both
-parts are timed, and what was written twice is counted. Everything written is removed at the
-end.
+rate is that of the engine's bytes, from the first read to the last byte on the disk. Beside
+it stand a plain copy of the engine's bytes, read from the disk and written to it as dd does
+(16 MiB at a time, and fsync), and a plain sequential write of as many. With --kill-at the
+conversion is killed half-way, say, and resumed: both parts are timed, and what was written
+twice is counted. Everything written is removed at the end.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plain", action="store_true", help="a bf16 checkpoint, quantized on the way"
     )
     parser.add_argument(
+        "--tp", type=int, default=1, help="ranks that the engine is divided among (default: 1)"
+    )
+    parser.add_argument(
         "--kill-at",
         type=_fraction,
         metavar="F",
@@ -69,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     layers, total = _layers(args.model, args.size, args.plain)
     work_in = args.work or Path(tempfile.gettempdir())
-    # The checkpoint, the engine, and in the former's place the file that measures the disk.
+    # The checkpoint, the engine, and in the former's place files that measure the disk.
     needed = total * 2 + _SPARE
     free = shutil.disk_usage(work_in).free
     if free < needed:
@@ -83,6 +85,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             checkpoint=work / "checkpoint",
             output=work / "engine",
             quantize="nvfp4" if args.plain else None,
+            tp=args.tp,
         )
         with byte_progress("checkpoint", total) as advance:
             write_random(
@@ -98,25 +101,28 @@ def _measure(
     stored = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
     largest = max(checkpoint.info(name).nbytes for name in checkpoint.names())
     description = builder.describe(options)
-    engine_bytes = sum(description.weight_bytes(owner) for owner in description.owners())
+    rank_bytes = sum(description.weight_bytes(owner) for owner in description.owners())
+    expected = rank_bytes * options.tp  # but for padding
     del description, checkpoint
-    _forget(options.checkpoint)
+    for file in options.checkpoint.glob("*.safetensors"):
+        _forget(file)
     killed: dict[str, Any] = {}
     kept = 0
     if kill_at:
-        first = _convert(options, engine_bytes, kill_at)
+        first = _convert(options, expected, kill_at)
         kept, discarded = _left_by_a_kill(options)
         killed = {
             "killed_after_seconds": round(first.seconds, 1),
             "kept_bytes": kept,
             "discarded_bytes": discarded,
-            "written_by_the_resumed_bytes": engine_bytes - kept,
             "peak_anonymous_bytes_before_the_kill": first.peak,
         }
-    done = _convert(options, engine_bytes)
+    done = _convert(options, expected)
     shutil.rmtree(options.checkpoint)
+    engine_bytes, copy_seconds = _copy(sorted(options.output.glob("*.bin")), work / "copy")
     disk_seconds = _sequential_write(work / "disk", engine_bytes)
     rate, disk_rate = (engine_bytes - kept) / done.seconds, engine_bytes / disk_seconds
+    copy_rate = engine_bytes / copy_seconds
     return {
         "layers": layers,
         "checkpoint_bytes": stored,
@@ -126,8 +132,11 @@ def _measure(
         "engine_mb_per_s": round(rate / 1e6, 1),
         "disk_mb_per_s": round(disk_rate / 1e6, 1),
         "of_disk": round(rate / disk_rate, 3),
+        "copy_mb_per_s": round(copy_rate / 1e6, 1),
+        "of_copy": round(rate / copy_rate, 3),
         "largest_tensor_bytes": largest,
         "peak_anonymous_bytes": done.peak,
+        "written_bytes": engine_bytes - kept,
     } | killed
 
 
@@ -215,6 +224,24 @@ def _layers(model: Path, size: int, plain: bool) -> tuple[int, int]:
     return layers, one + (layers - 1) * (two - one)
 
 
+def _copy(files: list[Path], to: Path) -> tuple[int, float]:
+    """Copy the files into one, from the disk to the disk; its bytes and the seconds. Like dd,
+    it reads a piece, then writes it."""
+    for file in files:
+        _forget(file)
+    copied, piece = 0, bytearray(_PIECE)
+    started = time.perf_counter()
+    with to.open("wb", buffering=0) as target:
+        for file in files:
+            with file.open("rb", buffering=0) as source:
+                while count := source.readinto(piece):
+                    copied += target.write(memoryview(piece)[:count])
+        os.fsync(target.fileno())
+    seconds = time.perf_counter() - started
+    to.unlink()
+    return copied, seconds
+
+
 def _sequential_write(file: Path, count: int) -> float:
     """Seconds to write ``count`` bytes and have them on the disk; the file goes again."""
     piece = os.urandom(_PIECE)  # a disk that compresses must not win
@@ -235,13 +262,8 @@ def _to_disk(file: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def _forget(directory: Path) -> None:
-    """Have the checkpoint read from the disk, not from memory, as far as the system allows."""
-    _each(directory, os.fsync)
-    _each(directory, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
-
-
-def _each(directory: Path, act: Callable[[int], None]) -> None:
-    for file in directory.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            act(stream.fileno())
+def _forget(file: Path) -> None:
+    """Have it read from the disk, not from memory, as far as the system allows."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

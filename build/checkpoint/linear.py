@@ -5,8 +5,9 @@ libraries do it; see ``headers.py`` for what is refused before that.
 """
 
 import logging
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from trtree.build.checkpoint.headers import (
     Names,
     dense_name,
 )
+from trtree.build.checkpoint.matrix import HeldMatrix, Matrix
 from trtree.build.checkpoint.scheme import FP8_BLOCK, QuantizationConfig
 from trtree.build.checkpoint.shard import TensorInfo
 from trtree.plugins.nvfp4_linear import format as nvfp4
@@ -31,12 +33,35 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Smoothing:
+    """What a quantized weight leaves to others: its linear is (W + B A) times ``vector``.
+
+    vector: [in_features]. factors: A [rank, in_features] and B [out_features, rank], or None.
+    """
+
+    vector: torch.Tensor
+    factors: tuple[torch.Tensor, torch.Tensor] | None
+
+    def rows(self, rows: torch.Tensor) -> "Smoothing":
+        """Of some of the weight's rows, int64 [n]."""
+        return replace(self, factors=self.factors and (self.factors[0], self.factors[1][rows]))
+
+    def whole(self, weight: torch.Tensor) -> torch.Tensor:
+        """The linear of one weight W float32, which takes its input as it is."""
+        if self.factors is not None:
+            a, b = self.factors
+            weight = weight + b.float() @ a.float()
+        return weight * self.vector.float()
+
+
+@dataclass(frozen=True)
 class LinearWeight:
     """One linear, or several fused along out_features.
 
     weight: [out_features, in_features] dense, or quantized. input_scale: float32
     scalar where the checkpoint holds one. bias: [out_features] or None. segment_bounds:
-    where K is cut into segments, in blocks of 16; None for the even cut.
+    where K is cut into segments, in blocks of 16; None for the even cut. smoothing: of an
+    NVFP4 weight whose input is scaled.
     """
 
     kind: Literal["dense", "nvfp4"]
@@ -44,41 +69,52 @@ class LinearWeight:
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
     segment_bounds: tuple[int, ...] | None = None
+    smoothing: Smoothing | None = None
 
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """A linear in parts along out_features, as they are stored and not looked at yet: whoever
-    reads them checks their numbers, and what is at fault ``Checkpoint.linear`` says.
+    """A linear in parts along out_features, as they are stored and not read yet: whoever reads
+    them checks their numbers, and what is at fault ``Checkpoint.linear`` says.
 
-    coded: [O, K] each, or else dense: [O, K] each, of one K and dtype; rows are contiguous.
+    codes, block_scales: of an NVFP4 linear's parts; or else dense, of one dtype.
     global_scale: of the codes, or what dense parts are to be rounded to NVFP4 with; None for a
     linear that stays dense. The others: as of ``LinearWeight``.
     """
 
-    coded: tuple[nvfp4.QuantizedTensor, ...]
-    dense: tuple[torch.Tensor, ...]
+    codes: tuple[Matrix, ...]
+    block_scales: tuple[Matrix, ...]
+    dense: tuple[Matrix, ...]
     global_scale: float | None
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
     segment_bounds: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[O, K]."""
+        parts = self.codes or self.dense
+        k = parts[0].shape[1] * (2 if self.codes else 1)
+        return sum(part.shape[0] for part in parts), k
 
     @classmethod
     def of(cls, linear: LinearWeight) -> "StoredLinear":
         """A linear that has been read, in one part."""
         rest = (linear.input_scale, linear.bias, linear.segment_bounds)
         if isinstance(linear.weight, nvfp4.QuantizedTensor):
-            return cls((linear.weight,), (), float(linear.weight.global_scale), *rest)
-        return cls((), (linear.weight,), None, *rest)
+            codes, scales, global_scale = linear.weight
+            return cls((HeldMatrix(codes),), (HeldMatrix(scales),), (), float(global_scale), *rest)
+        return cls((), (), (HeldMatrix(linear.weight),), None, *rest)
 
 
 class Tensors(Protocol):
-    """Where tensors come from: a Checkpoint. Those of ``mapped`` are not checked."""
+    """Where tensors come from: a Checkpoint. ``stored`` and ``number`` check no values."""
 
     quantization: QuantizationConfig | None
 
     def tensor(self, tensor_name: str) -> torch.Tensor: ...
-    def mapped(self, tensor_name: str) -> torch.Tensor: ...
+    def stored(self, tensor_name: str) -> Matrix: ...
+    def number(self, tensor_name: str) -> float: ...
     def info(self, tensor_name: str) -> TensorInfo: ...
     def linear_info(self, module: str) -> LinearInfo: ...
     def __contains__(self, tensor_name: object) -> bool: ...
@@ -101,12 +137,30 @@ def load(checkpoint: Tensors, modules: Sequence[str]) -> LinearWeight:
         weights = [_load_dense(checkpoint, module) for module in modules]
         return LinearWeight(kind, _concatenate(weights), None, bias)
     parts = [_load_nvfp4(checkpoint, module) for module in modules]
-    return LinearWeight(kind, _fuse(modules, parts), _input_scale(checkpoint, modules), bias)
+    return LinearWeight(
+        kind,
+        _fuse(modules, parts),
+        _input_scale(checkpoint, modules),
+        bias,
+        smoothing=_smoothing(checkpoint, modules),
+    )
+
+
+def _smoothing(checkpoint: Tensors, modules: Sequence[str]) -> Smoothing | None:
+    info = checkpoint.linear_info(modules[0])
+    if not info.has_pre_quant_scale:
+        return None
+    factors = None
+    if info.rank:
+        first, second = LOW_RANK
+        a = checkpoint.tensor(f"{modules[0]}.{first}")
+        factors = a, _concatenate([checkpoint.tensor(f"{m}.{second}") for m in modules])
+    return Smoothing(input_vector(checkpoint, f"{modules[0]}.{PRE_QUANT_SCALE}"), factors)
 
 
 def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
     """The same linear, its large tensors unread: but for FP8 ones, which are widened, and the
-    block scales of NVFP4 linears of several ``weight_scale_2``.
+    block scales of NVFP4 linears of several ``weight_scale_2`` or of groups larger than 16.
 
     Raises:
         CheckpointError: the modules cannot be fused, or a value that was read is at fault.
@@ -115,22 +169,21 @@ def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
     bias = load_bias(checkpoint, modules)
     if checkpoint.linear_info(modules[0]).kind == "dense":
         weights = tuple(_stored_dense(checkpoint, module) for module in modules)
-        return StoredLinear((), weights, None, None, bias)
+        return StoredLinear((), (), weights, None, None, bias)
     names = _names(checkpoint)
     input_scale = _input_scale(checkpoint, modules)
     scales = [_global_scale(checkpoint, f"{m}.{names.global_scale}") for m in modules]
-    if len({float(scale) for scale in scales}) > 1:
+    codes = tuple(checkpoint.stored(f"{module}.{names.codes}") for module in modules)
+    block_scales: tuple[Matrix, ...]
+    uneven = len({float(scale) for scale in scales}) > 1
+    if uneven or any(_blocks_per_scale(checkpoint, module) > 1 for module in modules):
         parts = _rescaled(modules, [_load_nvfp4(checkpoint, module) for module in modules])
+        block_scales = tuple(HeldMatrix(part.block_scale) for part in parts)
+        largest = float(parts[0].global_scale)
     else:
-        parts = [
-            nvfp4.QuantizedTensor(
-                checkpoint.mapped(f"{module}.{names.codes}"),
-                checkpoint.mapped(f"{module}.{names.block_scale}"),
-                scales[0],
-            )
-            for module in modules
-        ]
-    return StoredLinear(tuple(parts), (), float(parts[0].global_scale), input_scale, bias)
+        block_scales = tuple(checkpoint.stored(f"{m}.{names.block_scale}") for m in modules)
+        largest = float(scales[0])
+    return StoredLinear(codes, block_scales, (), largest, input_scale, bias)
 
 
 def _input_scale(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | None:
@@ -140,11 +193,11 @@ def _input_scale(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | 
     return torch.stack([_global_scale(checkpoint, name) for name in names]).max().float()
 
 
-def _stored_dense(checkpoint: Tensors, module: str) -> torch.Tensor:
-    name = f"{module}.weight"
+def _stored_dense(checkpoint: Tensors, module: str) -> Matrix:
+    name = dense_name(module)
     if checkpoint.info(name).dtype == FP8:
-        return _load_dense(checkpoint, module)
-    return checkpoint.mapped(name)
+        return HeldMatrix(_load_dense(checkpoint, module))
+    return checkpoint.stored(name)
 
 
 def load_bias(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | None:
@@ -224,10 +277,16 @@ def _load_nvfp4(checkpoint: Tensors, module: str) -> nvfp4.QuantizedTensor:
             f"of {raw.numel()} (first: {block_scale[raw > 0x80][0].item()}); export again"
         )
     codes = checkpoint.tensor(f"{module}.{names.codes}")
-    if (blocks := 2 * codes.shape[1] // (nvfp4.BLOCK * block_scale.shape[1])) > 1:
-        # Of larger groups: every block of 16 has its group's.
+    if (blocks := _blocks_per_scale(checkpoint, module)) > 1:
         block_scale = raw.repeat_interleave(blocks, dim=1).view(FP8)
     return nvfp4.QuantizedTensor(codes, block_scale, global_scale)
+
+
+def _blocks_per_scale(checkpoint: Tensors, module: str) -> int:
+    """How many blocks of 16 share a stored scale."""
+    names = _names(checkpoint)
+    columns = 2 * checkpoint.info(f"{module}.{names.codes}").shape[1]
+    return columns // (nvfp4.BLOCK * checkpoint.info(f"{module}.{names.block_scale}").shape[1])
 
 
 def _global_scale(checkpoint: Tensors, name: str) -> torch.Tensor:
@@ -243,8 +302,9 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
     Raises:
         CheckpointError: it is neither.
     """
-    value = checkpoint.tensor(name).reshape(())
-    if not value > 0:
+    value = checkpoint.number(name)
+    if not 0 < value < math.inf:
+        checkpoint.tensor(name)  # names what is not finite
         hint = (
             "; an all-zero tensor exports so, with NaN block scales: exclude the module from "
             "quantization"
@@ -252,10 +312,10 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
             else "; export again"
         )
         raise CheckpointError(
-            f"{checkpoint.info(name).file}: tensor {name} is {value.item()}, expected a positive "
+            f"{checkpoint.info(name).file}: tensor {name} is {value}, expected a positive "
             f"number{hint}"
         )
-    return value
+    return torch.tensor(value)
 
 
 def input_vector(checkpoint: Tensors, name: str) -> torch.Tensor:

@@ -93,9 +93,9 @@ class QuantizedCheckpoint(Checkpoint):
         linear.check_fusable(self, modules)
         if self.linear_info(modules[0]).kind == "dense":
             return self._plain.stored_linear(modules)
-        weights = tuple(self.mapped(f"{module}.weight") for module in modules)
+        weights = tuple(self.stored(f"{module}.weight") for module in modules)
         bias = linear.load_bias(self, modules)
-        return StoredLinear((), weights, self._scale(modules), None, bias)
+        return StoredLinear((), (), weights, self._scale(modules), None, bias)
 
     def _scale(self, modules: Sequence[str]) -> float:
         """The global scale of modules that are fused; each module is read once for it."""
@@ -106,7 +106,8 @@ class QuantizedCheckpoint(Checkpoint):
     def _magnitude(self, name: str) -> float:
         """The largest of a tensor."""
         if name not in self._magnitudes:
-            largest = DenseRows([self.mapped(name)]).largest_magnitude()
+            weight = self.stored(name)
+            largest = DenseRows([weight.rows(0, weight.shape[0])]).largest_magnitude()
             if not math.isfinite(largest):
                 self.tensor(name)  # says where
             self._magnitudes[name] = largest

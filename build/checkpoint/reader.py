@@ -19,10 +19,11 @@ from trtree.build.checkpoint.errors import CheckpointError, NoWeightsError
 from trtree.build.checkpoint.headers import LinearInfo
 from trtree.build.checkpoint.json_file import read_json
 from trtree.build.checkpoint.linear import LinearWeight, StoredLinear
+from trtree.build.checkpoint.matrix import StoredMatrix
 from trtree.build.checkpoint.patterns import left_out, matcher
 from trtree.build.checkpoint.quantization import read_quantization
 from trtree.build.checkpoint.scheme import QuantizationConfig
-from trtree.build.checkpoint.shard import TensorInfo, map_tensor, read_header
+from trtree.build.checkpoint.shard import TensorInfo, map_tensor, read_header, read_number
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -48,6 +49,7 @@ class Checkpoint:
         self.config = config
         self.quantization = quantization
         self._tensors = tensors
+        self._linears: dict[str, LinearInfo] = {}  # that were described
         self._digests: dict[str, str] = {}
 
     @classmethod
@@ -99,9 +101,13 @@ class Checkpoint:
         _check_finite(tensor_name, info, tensor)
         return tensor
 
-    def mapped(self, tensor_name: str) -> torch.Tensor:
-        """As ``tensor``, of any values: for those who check them while they read them."""
-        return map_tensor(tensor_name, self.info(tensor_name))
+    def stored(self, tensor_name: str) -> StoredMatrix:
+        """A tensor of two axes, not read yet: for those who check it while they read it."""
+        return StoredMatrix(tensor_name, self.info(tensor_name))
+
+    def number(self, tensor_name: str) -> float:
+        """A tensor of one number, whatever it is."""
+        return read_number(tensor_name, self.info(tensor_name))
 
     def linear_info(self, module: str) -> LinearInfo:
         """What kind of linear ``module`` is, from headers only.
@@ -109,8 +115,12 @@ class Checkpoint:
         Raises:
             CheckpointError: see ``headers.describe``.
         """
-        self.weight_info(module)  # its absence is named with the directory
-        return headers.describe(self._tensors, self.quantization, module)
+        info = self._linears.get(module)
+        if info is None:
+            self.weight_info(module)  # its absence is named with the directory
+            info = headers.describe(self._tensors, self.quantization, module)
+            self._linears[module] = info
+        return info
 
     def has_weight(self, module: str) -> bool:
         """Whether the module is in the checkpoint."""
@@ -169,7 +179,7 @@ class Checkpoint:
         return linear.load(self, modules)
 
     def stored_linear(self, modules: Sequence[str]) -> StoredLinear:
-        """The same, its large tensors mapped and not read.
+        """The same, its large tensors not read yet.
 
         Raises:
             CheckpointError: see ``linear.stored``.

@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -96,7 +97,7 @@ def map_tensor(name: str, info: TensorInfo) -> torch.Tensor:
     lead = info.offset - start
     pages: mmap.mmap | bytearray
     try:
-        file = _opened(info.file)
+        file = opened(info.file)
         if info.nbytes <= _SMALL:
             pages, lead = bytearray(os.pread(file.fileno(), info.nbytes, info.offset)), 0
             if len(pages) < info.nbytes:
@@ -106,18 +107,33 @@ def map_tensor(name: str, info: TensorInfo) -> torch.Tensor:
                 file.fileno(), lead + info.nbytes, access=mmap.ACCESS_COPY, offset=start
             )
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{info.file}: tensor {name}: cannot map {info.nbytes} bytes at {info.offset} "
-            f"({getattr(error, 'strerror', None) or error}); was the file changed after it was "
-            "opened?"
-        ) from None
+        raise _changed(name, info, error) from None
     raw = torch.frombuffer(pages, dtype=torch.uint8, count=info.nbytes, offset=lead)
     if info.offset % info.dtype.itemsize:
         raw = raw.clone()  # kernels need aligned elements; the format does not promise them
     return raw.view(info.dtype).reshape(info.shape)
 
 
-def _opened(path: Path) -> BinaryIO:
+def read_number(name: str, info: TensorInfo) -> float:
+    """The single number of a tensor; raises as ``map_tensor``."""
+    if info.dtype != torch.float32:
+        return float(map_tensor(name, info).item())
+    try:
+        raw = os.pread(opened(info.file).fileno(), info.nbytes, info.offset)
+        return float(struct.unpack("<f", raw)[0])
+    except (OSError, struct.error) as error:
+        raise _changed(name, info, error) from None
+
+
+def _changed(name: str, info: TensorInfo, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{info.file}: tensor {name}: cannot map {info.nbytes} bytes at {info.offset} "
+        f"({getattr(error, 'strerror', None) or error}); was the file changed after it was "
+        "opened?"
+    )
+
+
+def opened(path: Path) -> BinaryIO:
     """A file of experts is opened once, not for each of its thousands of tensors."""
     stat = path.stat()
     return _open_once(path, stat.st_dev, stat.st_ino, stat.st_mtime_ns)

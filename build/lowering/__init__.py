@@ -1,13 +1,13 @@
 """Lowerings: from networks and checkpoints to an engine directory's files, by backend."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from trtree.build.engine_dir import EngineDirWriter
 from trtree.build.lowering import cpu, reference_weights
-from trtree.build.lowering.division import WHOLE, Shard
+from trtree.build.lowering.shard import RankNetworks
 from trtree.build.lowering.weights import WeightPlan, WeightReader
-from trtree.build.network.network import Network, Owner
+from trtree.build.network.network import Owner
 
 
 class Lowering(Protocol):
@@ -16,13 +16,11 @@ class Lowering(Protocol):
     def write_files(
         self,
         out: EngineDirWriter,
-        networks: Mapping[str, Network],
-        weights: WeightPlan,
+        ranks: Sequence[RankNetworks],
         checkpoints: Mapping[Owner, WeightReader],
         progress: Callable[[int], None],
-        shard: Shard = WHOLE,
     ) -> None:
-        """Stream one rank's weights; ``progress`` is told the bytes after each."""
+        """Stream the weights of all ranks; ``progress`` is told the bytes after each."""
 
     def stored_bytes(self, plan: WeightPlan, owner: Owner) -> int:
         """What an owner's weights will take."""

@@ -8,16 +8,17 @@ each at a multiple of 64 bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from trtree.build.checkpoint import StoredLinear
 from trtree.build.engine_dir import EngineDirWriter, plan_file, weights_file
 from trtree.build.lowering.division import TILE, WHOLE, Shard, segment_bounds
 from trtree.build.lowering.packing import align, append_linear, append_rows
+from trtree.build.lowering.shard import RankNetworks
 from trtree.build.lowering.weights import View, WeightPlan, WeightReader, read_linear, read_vector
 from trtree.build.network.network import (
     Network,
@@ -36,50 +37,49 @@ SUFFIX = "bin"
 
 def write_files(
     out: EngineDirWriter,
-    networks: Mapping[str, Network],
-    weights: WeightPlan,
+    ranks: Sequence[RankNetworks],
     checkpoints: Mapping[Owner, WeightReader],
     progress: Callable[[int], None],
-    shard: Shard = WHOLE,
 ) -> None:
-    """Write every owner's packed weights and the plan, of one rank."""
-    entries: dict[str, dict[str, Any]] = {}
-    for owner, checkpoint in checkpoints.items():
-        with out.resumable(weights_file(owner, shard.rank, SUFFIX)) as file:
-            entries |= write_weights(file, owner, weights, checkpoint, progress)
-    out.json(plan_file(shard.rank, shard.size), make_plan(networks, weights, entries, shard))
+    """Write every owner's packed weights and the plan, of each rank.
+
+    All ranks at the same time, a weight after the other: a checkpoint is read once, however
+    large it is.
+    """
+    readers = [rank.readers(checkpoints) for rank in ranks]
+    entries: list[dict[str, dict[str, Any]]] = [{} for _ in ranks]
+    for owner in checkpoints:
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(out.resumable(weights_file(owner, rank.shard.rank, SUFFIX)))
+                for rank in ranks
+            ]
+            for name in [w.name for w in ranks[0].weights.stored.values() if w.owner == owner]:
+                for rank, reader, file, known in zip(ranks, readers, files, entries, strict=True):
+                    start = file.tell()
+                    weight = rank.weights.stored[name]
+                    entry = known[name] = write_weight(file, weight, reader[owner])
+                    progress(file.tell() - start or entry["bytes"])
+    for rank, known in zip(ranks, entries, strict=True):
+        plan = make_plan(rank.networks, rank.weights, known, rank.shard)
+        out.json(plan_file(rank.shard.rank, rank.shard.size), plan)
 
 
-def write_weights(
-    file: ResumableFile,
-    owner: Owner,
-    plan: WeightPlan,
-    checkpoint: WeightReader,
-    progress: Callable[[int], None],
-) -> dict[str, dict[str, Any]]:
-    """Stream the owner's weights, packed, to one file; those it has already are kept.
-
-    Returns plan entries by weight name. ``progress`` is told the bytes after each weight.
+def write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader) -> dict[str, Any]:
+    """Stream a weight, packed, to the file, unless that has it already; returns its plan entry.
 
     Raises:
-        NetworkError: a weight asks for activations that the kernels do not have.
+        NetworkError: it asks for activations that the kernels do not have.
     """
-    entries = {}
-    for weight in plan.stored.values():
-        if weight.owner != owner:
-            continue
-        start = file.tell()
-        entry = file.done.get(weight.name)
-        if entry is None:
-            entry = _write_weight(file, weight, checkpoint) | {"file": file.name}
-            file.commit(weight.name, entry)
-        entries[weight.name] = entry
-        progress(file.tell() - start or entry["bytes"])
-    return entries
+    entry: dict[str, Any] | None = file.done.get(weight.name)
+    if entry is None:
+        entry = _write_weight(file, weight, checkpoint) | {"file": file.name}
+        file.commit(weight.name, entry)
+    return entry
 
 
 def stored_bytes(plan: WeightPlan, owner: Owner) -> int:
-    """What ``write_weights`` will write, padding aside."""
+    """What ``write_files`` will write of a rank's, padding aside."""
     return sum(_packed_bytes(w) for w in plan.stored.values() if w.owner == owner)
 
 
@@ -133,7 +133,7 @@ def _write_weight(file: ResumableFile, weight: Weight, checkpoint: WeightReader)
         entry["input_scale"] = _input_scale(weight, linear.input_scale)
     else:
         entry |= {"kind": "dense", "dtype": weight.dtype}
-    entry |= _append_linear(file, linear, weight.modules, checkpoint)
+    entry |= append_linear(file, linear, weight.modules, checkpoint)
     if linear.bias is not None:
         entry["bias_offset"] = _append(file, linear.bias.float().numpy())["offset"]
     bounds = linear.segment_bounds or segment_bounds(-(-weight.shape[1] // BLOCK))
@@ -151,7 +151,7 @@ def _write_experts(file: ResumableFile, weight: Weight, checkpoint: WeightReader
         if linear.global_scale is not None:
             scales.append(linear.global_scale)
             input_scales.append(_input_scale(weight, linear.input_scale))
-        places.append(_append_linear(file, linear, modules, checkpoint))
+        places.append(append_linear(file, linear, modules, checkpoint))
     entry = {
         "offset": places[0]["offset"],
         "bytes": sum(place["bytes"] for place in places),
@@ -185,16 +185,6 @@ def _input_scale(weight: Weight, stored: torch.Tensor | None) -> float:
             "NVFP4 weights; use --activations nvfp4 or bf16, or --backend reference"
         )
     return float(stored)
-
-
-def _append_linear(
-    file: ResumableFile, linear: StoredLinear, modules: Sequence[str], checkpoint: WeightReader
-) -> dict[str, int]:
-    try:
-        return append_linear(file, linear)
-    except ValueError:
-        checkpoint.linear(modules)  # reads it again, and names the tensor at fault
-        raise
 
 
 def _append(file: ResumableFile, data: np.ndarray[Any, Any]) -> dict[str, int]:

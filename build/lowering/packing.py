@@ -4,34 +4,56 @@ A piece at a time, whatever a linear's size: its rows are read where they are ma
 checked and laid out in one pass, into memory that the file writes and uses again.
 """
 
+from collections.abc import Sequence
+
 from trtree.build.checkpoint import StoredLinear
+from trtree.build.checkpoint.matrix import release, take
 from trtree.build.lowering.division import TILE
+from trtree.build.lowering.weights import WeightReader
 from trtree.build.resumable import ResumableFile
+from trtree.plugins.dense_linear import cpu as dense_cpu
 from trtree.plugins.dense_linear.cpu import ALIGNMENT, DenseRows, Rows
+from trtree.plugins.nvfp4_linear import cpu as nvfp4_cpu
 from trtree.plugins.nvfp4_linear.cpu import CodedRows, RoundedRows
 
 _PIECE = 1 << 21  # bytes packed at a time
 
 
-def append_linear(file: ResumableFile, linear: StoredLinear) -> dict[str, int]:
-    """Returns where its packed weight lies.
+def append_linear(
+    file: ResumableFile, linear: StoredLinear, modules: Sequence[str], checkpoint: WeightReader
+) -> dict[str, int]:
+    """The checkpoint's linear of these modules; returns where its packed weight lies.
 
     Raises:
-        ValueError: a number of it is not one to be packed.
+        CheckpointError: a number is not one to be packed; names its tensor.
     """
-    return append_rows(file, _rows(linear))
+    align(file)
+    offset = file.tell()
+    count = linear.shape[0]
+    step = max(1, _PIECE // _tile_bytes(linear)) * TILE
+    try:
+        for first in range(0, count, step):
+            end = min(first + step, count)
+            _append(file, _rows(linear, first, end))
+            for matrices in (linear.codes, linear.block_scales, linear.dense):
+                release(matrices, end)
+    except ValueError:
+        checkpoint.linear(modules)  # reads it again, and finds what is at fault
+        raise
+    return {"offset": offset, "bytes": file.tell() - offset}
 
 
 def append_rows(file: ResumableFile, rows: Rows) -> dict[str, int]:
-    """As ``append_linear``."""
+    """Any rows, all at once; ValueError where a number is not one to be packed."""
     align(file)
     offset = file.tell()
-    count = rows.shape[0]
-    step = max(1, _PIECE // rows.packed_size(0, min(TILE, count))) * TILE
-    for first in range(0, count, step):
-        end = min(first + step, count)
-        rows.pack(first, end, file.room(rows.packed_size(first, end)))
+    _append(file, rows)
     return {"offset": offset, "bytes": file.tell() - offset}
+
+
+def _append(file: ResumableFile, rows: Rows) -> None:
+    count = rows.shape[0]
+    rows.pack(0, count, file.room(rows.packed_size(0, count)))
 
 
 def align(file: ResumableFile) -> None:
@@ -39,9 +61,19 @@ def align(file: ResumableFile) -> None:
     file.write(bytes(-file.tell() % ALIGNMENT))
 
 
-def _rows(linear: StoredLinear) -> Rows:
-    if linear.coded:
-        return CodedRows(linear.coded)
+def _tile_bytes(linear: StoredLinear) -> int:
+    k = linear.shape[1]
+    if linear.global_scale is not None:
+        return nvfp4_cpu.packed_size(TILE, k)
+    return dense_cpu.packed_size(TILE, k, linear.dense[0].dtype)
+
+
+def _rows(linear: StoredLinear, first: int, end: int) -> Rows:
+    """Rows ``first`` to ``end``, mapped for as long as the result lives."""
+    if linear.codes:
+        codes, scales = take(linear.codes, first, end), take(linear.block_scales, first, end)
+        return CodedRows(codes, scales)
+    dense = take(linear.dense, first, end)
     if linear.global_scale is None:
-        return DenseRows(linear.dense)
-    return RoundedRows(linear.dense, linear.global_scale)
+        return DenseRows(dense)
+    return RoundedRows(dense, linear.global_scale)

@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 
 from trtree.build.engine_dir import EngineDirWriter, weights_file
-from trtree.build.lowering.division import WHOLE, Shard
 from trtree.build.lowering.reference import LinearImpl, ReferenceNetwork
+from trtree.build.lowering.shard import RankNetworks
 from trtree.build.lowering.weights import (
     View,
     WeightPlan,
@@ -35,17 +35,15 @@ SUFFIX = "safetensors"
 
 def write_files(
     out: EngineDirWriter,
-    networks: Mapping[str, Network],
-    weights: WeightPlan,
+    ranks: Sequence[RankNetworks],
     checkpoints: Mapping[Owner, WeightReader],
     progress: Callable[[int], None],
-    shard: Shard = WHOLE,
 ) -> None:
-    """Write every owner's weights; the networks are stored as they are."""
-    del networks
-    for owner, checkpoint in checkpoints.items():
-        path = out.path / weights_file(owner, shard.rank, SUFFIX)
-        write_weights(path, owner, weights, checkpoint, progress)
+    """Write every owner's weights of each rank; the networks are stored as they are."""
+    for rank in ranks:
+        for owner, checkpoint in rank.readers(checkpoints).items():
+            path = out.path / weights_file(owner, rank.shard.rank, SUFFIX)
+            write_weights(path, owner, rank.weights, checkpoint, progress)
 
 
 def write_weights(

@@ -10,12 +10,13 @@ drafter is divided like the target.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
 
 from trtree.build.checkpoint import LinearWeight, StoredLinear
+from trtree.build.checkpoint.matrix import Matrix, cut_rows, take
 from trtree.build.lowering.division import (
     ON_PARTS,
     ROUTED,
@@ -218,43 +219,44 @@ class _PartReader:
         weight: torch.Tensor | QuantizedTensor
         if isinstance(linear.weight, QuantizedTensor):
             weight = linear.weight._replace(
-                codes=torch.cat([part.codes for part in cut.coded]),
-                block_scale=torch.cat([part.block_scale for part in cut.coded]),
+                codes=torch.cat(take(cut.codes, 0, cut.shape[0])),
+                block_scale=torch.cat(take(cut.block_scales, 0, cut.shape[0])),
             )
         else:
-            weight = torch.cat(cut.dense)
-        return replace(linear, weight=weight, bias=cut.bias, segment_bounds=cut.segment_bounds)
+            weight = torch.cat(take(cut.dense, 0, cut.shape[0]))
+        smoothing, part = linear.smoothing, self.parts[self.owner, tuple(modules)]
+        if smoothing is not None and part.rows is not None:
+            smoothing = smoothing.rows(part.indices())
+        return replace(
+            linear,
+            weight=weight,
+            bias=cut.bias,
+            segment_bounds=cut.segment_bounds,
+            smoothing=smoothing,
+        )
 
     def stored_linear(self, modules: Sequence[str]) -> StoredLinear:
         return self._cut(self.checkpoint.stored_linear(modules), modules)
 
     def _cut(self, linear: StoredLinear, modules: Sequence[str]) -> StoredLinear:
-        """Views of the rank's part."""
+        """The rank's part."""
         part = self.parts[self.owner, tuple(modules)]
         if part.columns is not None:
             return self._columns(linear, part.columns, modules[0])
         if part.rows is None:
-            return linear
+            return _cut_columns(linear, None)
         ranges = list(chain(*part.rows))
-        codes = _row_parts([coded.codes for coded in linear.coded], ranges)
-        scales = _row_parts([coded.block_scale for coded in linear.coded], ranges)
         return replace(
             linear,
-            coded=tuple(
-                linear.coded[0]._replace(codes=c, block_scale=s)
-                for c, s in zip(codes, scales, strict=True)
-            ),
-            dense=tuple(_row_parts(linear.dense, ranges)),
+            codes=cut_rows(linear.codes, ranges),
+            block_scales=cut_rows(linear.block_scales, ranges),
+            dense=cut_rows(linear.dense, ranges),
             bias=None if linear.bias is None else linear.bias[part.indices()],
         )
 
     def _columns(self, linear: StoredLinear, columns: range, module: str) -> StoredLinear:
         first, end = columns.start // BLOCK, columns.stop // BLOCK
-        if linear.coded:
-            blocks = linear.coded[0].block_scale.shape[1]
-        else:
-            blocks = linear.dense[0].shape[1] // BLOCK
-        bounds = linear.segment_bounds or segment_bounds(blocks)
+        bounds = linear.segment_bounds or segment_bounds(linear.shape[1] // BLOCK)
         per_rank = SEGMENTS // self.shard.size
         own = bounds[self.shard.rank * per_rank : (self.shard.rank + 1) * per_rank + 1]
         if len(bounds) != SEGMENTS + 1 or (own[0], own[-1]) != (first, end):
@@ -262,29 +264,24 @@ class _PartReader:
                 f"{module}: the segments of K end at blocks {list(bounds)}; a rank's part from "
                 f"block {first} to {end} does not begin and end with one"
             )
-        return replace(
-            linear,
-            coded=tuple(
-                part._replace(
-                    codes=part.codes[:, columns.start // 2 : columns.stop // 2],
-                    block_scale=part.block_scale[:, first:end],
-                )
-                for part in linear.coded
-            ),
-            dense=tuple(part[:, columns.start : columns.stop] for part in linear.dense),
-            segment_bounds=tuple(bound - first for bound in own),
-        )
+        cut = _cut_columns(linear, columns)
+        return replace(cut, segment_bounds=tuple(bound - first for bound in own))
 
 
-def _row_parts(matrices: Sequence[torch.Tensor], ranges: Sequence[range]) -> list[torch.Tensor]:
-    """The ranges' rows of matrices that follow one another, as views of each."""
-    starts = list(accumulate(map(len, matrices), initial=0))
-    return [
-        matrix[max(rows.start - start, 0) : rows.stop - start]
-        for rows in ranges
-        for matrix, start in zip(matrices, starts[:-1], strict=True)
-        if rows.start < start + len(matrix) and start < rows.stop
-    ]
+def _cut_columns(linear: StoredLinear, columns: range | None) -> StoredLinear:
+    """Columns of in_features, or all of them; whole blocks of 16."""
+
+    def cut(matrices: Sequence[Matrix], per: int) -> tuple[Matrix, ...]:
+        """``per``: elements of K that a column stands for."""
+        own = None if columns is None else range(columns.start // per, columns.stop // per)
+        return tuple(matrix.cut(None, own) for matrix in matrices)
+
+    return replace(
+        linear,
+        codes=cut(linear.codes, 2),
+        block_scales=cut(linear.block_scales, BLOCK),
+        dense=cut(linear.dense, 1),
+    )
 
 
 # Networks

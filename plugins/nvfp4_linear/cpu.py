@@ -23,13 +23,20 @@ class CodedRows:
     """A weight in parts that follow one another along O, to be packed some rows at a time.
 
     Args:
-        parts: [O, K] each, of one K. Of their global scales the plan has to know.
+        codes, block_scales: of ``format.QuantizedTensor``s of one K and global scale, which the
+            plan has to know; each row contiguous.
     """
 
-    def __init__(self, parts: Sequence[nvfp4.QuantizedTensor], *, isa: str = "") -> None:
-        self.shape = (sum(len(part.codes) for part in parts), 2 * parts[0].codes.shape[1])
-        self._codes = [part.codes.numpy() for part in parts]
-        self._scales = [part.block_scale.view(torch.uint8).numpy() for part in parts]
+    def __init__(
+        self,
+        codes: Sequence[torch.Tensor],
+        block_scales: Sequence[torch.Tensor],
+        *,
+        isa: str = "",
+    ) -> None:
+        self.shape = (sum(map(len, codes)), 2 * codes[0].shape[1])
+        self._codes = [part.numpy() for part in codes]
+        self._scales = [part.view(torch.uint8).numpy() for part in block_scales]
         self._isa = isa
 
     def packed_size(self, first: int, end: int) -> int:
@@ -86,10 +93,7 @@ def pack(weight: nvfp4.QuantizedTensor, *, isa: str = "") -> npt.NDArray[np.uint
     Raises:
         ValueError: K is not a multiple of 16, or a block scale is negative or NaN.
     """
-    contiguous = weight._replace(
-        codes=weight.codes.contiguous(), block_scale=weight.block_scale.contiguous()
-    )
-    rows = CodedRows([contiguous], isa=isa)
+    rows = CodedRows([weight.codes.contiguous()], [weight.block_scale.contiguous()], isa=isa)
     packed = aligned(rows.packed_size(0, rows.shape[0]))
     rows.pack(0, rows.shape[0], packed)
     return packed

@@ -145,6 +145,16 @@ def test_a_whole_target_with_experts(tmp_path: Path) -> None:
     assert relative(got, want).median() < 1e-2
 
 
+def test_a_whole_target_with_low_rank_factors(tmp_path: Path) -> None:
+    """Keys and values are sums of two linears then, experts have their own; inputs in bf16."""
+    config = glm4_moe_config(**HEADS_OF_64, moe_intermediate_size=64, attention_bias=False)
+    random_checkpoint(tmp_path / "checkpoint", config, algorithm="NVFP4_SVD")
+    description = tiny(tmp_path, config, activations="bf16")
+    pair = pairs_of(description, tmp_path / "reference")["target"]
+    got, want = whole(pair, "tree", length=100)
+    assert relative(got, want).median() < 2e-2
+
+
 def _wrong_mask(inputs: dict[str, torch.Tensor]) -> None:
     inputs["packed_mask"][4, 0] ^= 1
 

@@ -12,9 +12,10 @@ from network_evaluator import NetworkEvaluator
 from plugin_network import PluginBuilder, plugins
 from trtree.build import builder
 from trtree.build.builder import EngineDescription
-from trtree.build.lowering.division import Shard
+from trtree.build.lowering.division import WHOLE, Shard
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
 from trtree.build.lowering.reference_weights import SUFFIX, load_networks, write_files
+from trtree.build.lowering.shard import RankNetworks
 from trtree.build.lowering.tensorrt.backend import most_rows
 from trtree.build.lowering.tensorrt.compile import BuildMessages
 from trtree.build.lowering.tensorrt.library import load_library
@@ -78,7 +79,8 @@ def references(description: EngineDescription, directory: Path) -> dict[str, Ref
     class Out:
         path = directory
 
-    write_files(Out(), description.networks, description.weights, checkpoints, lambda _: None)
+    whole = RankNetworks(WHOLE, description.networks, description.weights)
+    write_files(Out(), [whole], checkpoints, lambda _: None)
     files = {owner: directory / f"{owner}.rank0.{SUFFIX}" for owner in owners}
     return load_networks(description.networks, files)
 

@@ -10,6 +10,8 @@ import torch
 
 from trtree.build.checkpoint import Checkpoint, CheckpointError, LinearInfo
 from trtree.build.checkpoint.quantization import SIDECAR
+from trtree.build.lowering.packing import append_linear
+from trtree.build.resumable import ResumableFile
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 StateDict = dict[str, torch.Tensor]
@@ -324,13 +326,24 @@ def with_value(tensor: torch.Tensor, value: float) -> torch.Tensor:
     ],
 )
 def test_bad_scales_are_refused(
-    open_tensors: Open, quantized: StateDict, part: str, value: float, message: str
+    open_tensors: Open,
+    quantized: StateDict,
+    part: str,
+    value: float,
+    message: str,
+    tmp_path: Path,
 ) -> None:
     tensor = quantized[f"{Q}.{part}"]
     quantized[f"{Q}.{part}"] = with_value(tensor, value) if tensor.dim() else torch.tensor(value)
     checkpoint = open_tensors(quantized)
     with pytest.raises(CheckpointError, match=rf"safetensors: tensor {Q}.{message}"):
         checkpoint.linear(ATTENTION)
+    # And while it is packed, which reads it once: alone, so that the scale is not rounded again.
+    with (
+        pytest.raises(CheckpointError, match=rf"safetensors: tensor {Q}.{message}"),
+        ResumableFile(tmp_path / "file") as file,
+    ):
+        append_linear(file, checkpoint.stored_linear([Q]), [Q], checkpoint)
 
 
 def test_zero_block_scales_are_legal(open_tensors: Open, quantized: StateDict) -> None:
