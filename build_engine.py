@@ -344,7 +344,8 @@ def _add_sizes(add: Add) -> None:
         type=int,
         metavar="N",
         help="of hybrids: places for snapshots of recurrent state, from which prompts that begin "
-        "alike go on; 0 turns that off (default: 2 for each of max-batch-size; none on TensorRT)",
+        "alike go on; 0 turns that off (default: 2 for each of max-batch-size; none with native "
+        "attention of TensorRT's)",
     )
     add("--max-num-rows", type=int, metavar="N", help="rows per step (default: 512)")
     add(

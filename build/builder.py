@@ -153,7 +153,7 @@ def describe(options: BuildOptions) -> EngineDescription:
         drafter = dflash_config.read_drafter(source.drafter)
         speculators.check_copies(source.drafter, source.target)
     description = describe_source(options, source, drafter)
-    if layer := headers.scaled_for_one_expert(source.target.names()):
+    if layer := headers.scaled_for_one_expert(source.target.names(), source.target.quantization):
         log.warning(
             "%s: the vector of its shared expert is in the norm before, which the router and the "
             "other experts read as well, and those were exported as if it were not: so ModelOpt "
@@ -276,7 +276,7 @@ def write(
     options, source = description.options, description.source
     for owner, record in description.quantization.items():
         warn_of_differences(record, owner)
-    if description.kv_cache.why is not None and description.kv_cache.algorithm is not None:
+    if description.kv_cache.why and options.kv_cache == "auto":
         log.warning("target: KV cache in %s", description.kv_cache_summary)
     if not isinstance(source, SourceWithWeights):
         raise TypeError("a description made by plan() has no weights to write")

@@ -44,8 +44,10 @@ class KvCache:
         return self._of_scope if self.stored_as == FP8 else None
 
     def _of_scope(self, scope: str) -> tuple[float, float]:
-        names = (_names(scope, part) for part in "kv")
-        k, v = (next((self.scales[n] for n in pair if n in self.scales), 1.0) for pair in names)
+        k, v = (
+            next((self.scales[name] for name in names if name in self.scales), 1.0)
+            for names in _names(scope)
+        )
         return k, v
 
     def checked(self, network: Network, config: Mapping[str, Any]) -> "KvCache":
@@ -64,19 +66,12 @@ class KvCache:
         if others and self.stored_as == FP8:
             why = f"latents are kept in {network.dtype}"
             return replace(self, stored_as=network.dtype, why=why)
-        scopes = [s.name.removesuffix(".kv") for s in network.states.values() if s.kind == "kv"]
-        used = {name for scope in scopes for part in "kv" for name in _names(scope, part)}
+        read = {name for names in _scales_of(network) for name in names}
         ignored = matcher(left_out(config))
-        for name in self.scales:
-            if scopes and name not in used and not ignored.fullmatch(name):
+        for name in self.scales if self.stored_as == FP8 else ():
+            if name not in read and not ignored.fullmatch(name):
                 raise CheckpointError(f"tensor {name} is the scale of no KV cache of this model")
         return self
-
-    def num_scales(self, network: Network) -> tuple[int, int]:
-        """Caches of keys, or of values, whose scale the checkpoint has; and all of them."""
-        scopes = [s.name.removesuffix(".kv") for s in network.states.values() if s.kind == "kv"]
-        pairs = [_names(scope, part) for scope in scopes for part in "kv"]
-        return sum(any(n in self.scales for n in pair) for pair in pairs), len(pairs)
 
     def summary(self, network: Network) -> str:
         """One line: what it is kept in, with which scales, and why it is not as calibrated."""
@@ -84,14 +79,15 @@ class KvCache:
             if self.algorithm is None:
                 return self.stored_as
             return f"{self.stored_as}; calibrated for {self.algorithm}: {self.why}"
-        found, count = self.num_scales(network)
         if not self.known:
             return "FP8 (e4m3)"
+        wanted = _scales_of(network)
+        found = sum(any(name in self.scales for name in names) for names in wanted)
         scales = f"{found} scales of the checkpoint"
         if self.algorithm not in (None, "FP8"):
             scales += f", calibrated for {self.algorithm}"
-        if found < count:
-            scales += f", the {count - found} that it lacks are 1.0"
+        if lacking := len(wanted) - found:
+            scales += f", the {lacking} that it lacks are 1.0"
         return f"FP8 (e4m3), {scales}"
 
     def manifest(self) -> dict[str, Any]:
@@ -116,19 +112,20 @@ def decide(options: BuildOptions, source: BuildSource, dtype: DType) -> KvCache:
     algorithm = quantization.kv_cache if quantization else None
     checkpoint = source.checkpoint("target") if isinstance(source, SourceWithWeights) else None
     scales = checkpoint.kv_scales() if isinstance(checkpoint, Checkpoint) else {}
-    own = KvCache(options.kv_cache, algorithm, scales, checkpoint is not None, dtype)
+    kept = KvCache(options.kv_cache, algorithm, scales, checkpoint is not None, dtype)
     obstacle = _obstacle(options)
     if options.kv_cache == "fp8":
         if obstacle:
             raise OptionError(f"kv_cache fp8: {obstacle}; leave kv_cache out")
-        return replace(own, stored_as=FP8)
+        return replace(kept, stored_as=FP8)
+    if algorithm is None:
+        return kept
     if options.kv_cache == "float":
-        return replace(own, why="kv_cache is float")
-    if algorithm == "FP8" and not obstacle:
-        return replace(own, stored_as=FP8)
+        return replace(kept, why="kv_cache is float")
     if algorithm == "NVFP4":
-        obstacle = "no backend stores that" + ("" if obstacle else "; --kv-cache fp8 is nearest")
-    return replace(own, why=obstacle if algorithm else None)
+        instead = "" if obstacle else "; --kv-cache fp8 is nearest"
+        return replace(kept, why=f"no backend stores that{instead}")
+    return replace(kept, why=obstacle) if obstacle else replace(kept, stored_as=FP8)
 
 
 def _obstacle(options: BuildOptions) -> str | None:
@@ -144,6 +141,12 @@ def _obstacle(options: BuildOptions) -> str | None:
     return None
 
 
-def _names(scope: str, part: str) -> tuple[str, str]:
-    """Of a scale of keys ("k") or values ("v"): ModelOpt's, and compressed-tensors'."""
-    return f"{scope}.{part}_proj.{part}_scale", f"{scope}.{part}_scale"
+def _scales_of(network: Network) -> list[tuple[str, str]]:
+    """Of every cache of keys or of values, the names that its scale may have."""
+    scopes = [s.name.removesuffix(".kv") for s in network.states.values() if s.kind == "kv"]
+    return [names for scope in scopes for names in _names(scope)]
+
+
+def _names(scope: str) -> list[tuple[str, str]]:
+    """Of the scales of its keys and of its values: ModelOpt's name, compressed-tensors'."""
+    return [(f"{scope}.{part}_proj.{part}_scale", f"{scope}.{part}_scale") for part in "kv"]

@@ -84,10 +84,10 @@ class BuildOptions:
             raise OptionError(
                 f"attention plugin: backend {self.backend} has its own kernel; leave it out"
             )
-        if self.state_snapshots and self.on_tensorrt:
+        if self.state_snapshots and not self.paged_kv:
             raise OptionError(
-                f"state_snapshots {self.state_snapshots}: engines of backend {self.backend} keep "
-                "none, and have no prefix cache for hybrids; leave it out"
+                f"state_snapshots {self.state_snapshots}: engines of backend {self.backend} with "
+                "attention native keep none, and have no prefix cache; leave it out"
             )
         if self.tp > 1 and self.backend == "reference":
             raise OptionError(f"tp {self.tp}: backend reference runs on one rank")
@@ -129,8 +129,8 @@ class BuildOptions:
 
     @property
     def num_snapshots(self) -> int:
-        """Places for snapshots of requests' recurrent state; TensorRT engines take none."""
-        if self.on_tensorrt:
+        """Places for snapshots of requests' recurrent state; none where no pages are shared."""
+        if not self.paged_kv:
             return 0
         return 2 * self.max_batch_size if self.state_snapshots is None else self.state_snapshots
 

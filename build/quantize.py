@@ -1,8 +1,9 @@
 """``python -m trtree.build.quantize``: calibrated quantization with NVIDIA's ModelOpt.
 
 Writes a checkpoint that ``build_engine.py`` reads. The input scales come from running the
-model over prompts, so give text of the kind it will see. Needs the extra ``modelopt``;
-NVFP4_AWQ needs a GPU, the others run anywhere. Without calibration data,
+model over prompts, so give text of the kind it will see. Needs the extra ``modelopt``.
+NVFP4_AWQ and NVFP4_SVD try many scales for every linear, which is slow without a GPU, and not
+for experts that transformers stacks in one tensor. Without calibration data,
 ``build_engine.py --quantize nvfp4`` quantizes weights alone and needs none of this.
 """
 
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 from trtree.build.checkpoint import Checkpoint, CheckpointError
 from trtree.build.checkpoint.quantized import check_plain
 from trtree.build.engine_dir import GENERATION_CONFIG
+from trtree.build.modelopt_cpu import on_cpu
 from trtree.build.options import OptionError
 from trtree.build.text_files import TOKENIZER_CONFIG, TOKENIZER_FILE
 from trtree.runtime.cli import positive, run_command
@@ -28,8 +30,10 @@ _CONFIGS = {
     "NVFP4": "NVFP4_DEFAULT_CFG",
     "W4A16_NVFP4": "W4A16_NVFP4_CFG",
     "NVFP4_AWQ": "NVFP4_AWQ_LITE_CFG",
+    "NVFP4_SVD": "NVFP4_SVDQUANT_DEFAULT_CFG",
     "FP8": "FP8_DEFAULT_CFG",
 }
+_SEARCHED = ("NVFP4_AWQ", "NVFP4_SVD")
 _KV_CONFIGS = {"FP8": "FP8_KV_CFG", "NVFP4": "NVFP4_KV_CFG"}
 _COPIED = (TOKENIZER_FILE, TOKENIZER_CONFIG, GENERATION_CONFIG, "chat_template.jinja")
 
@@ -69,7 +73,7 @@ def quantize(
 
     Raises:
         CheckpointError: not a plain checkpoint, or one without a tokenizer.
-        OptionError: output exists, no prompts, ModelOpt is missing, or needs a GPU.
+        OptionError: output exists, no prompts, ModelOpt is missing, or cannot do it.
     """
     if output.exists():
         raise OptionError(f"{output} exists; give another --output")
@@ -113,15 +117,21 @@ def _prepare(checkpoint: Path, algorithm: str, kv_cache: str | None) -> tuple[An
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise OptionError(f"{error}; install the extra: pip install 'trtree[modelopt]'") from None
-    if algorithm == "NVFP4_AWQ" and not torch.cuda.is_available():
-        raise OptionError("--algorithm NVFP4_AWQ: ModelOpt searches its scales on a GPU, none here")
     config = getattr(mtq, _CONFIGS[algorithm])
+    if algorithm in _SEARCHED and not torch.cuda.is_available():
+        config = on_cpu(config)
     if kv_cache is not None:
         kv = getattr(mtq, _KV_CONFIGS[kv_cache])["quant_cfg"]
         config = mtq.update_quant_cfg_with_kv_cache_quant(config, kv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device)
     model.config.architectures = [type(model).__name__]
+    stacked = (name for name, p in model.named_parameters() if p.ndim == 3 and "experts" in name)
+    if algorithm in _SEARCHED and (name := next(stacked, None)):
+        raise OptionError(
+            f"--algorithm {algorithm}: ModelOpt searches scales of experts that are modules each, "
+            f"and {name} is one tensor for all of a layer; use --algorithm NVFP4"
+        )
 
     def export(model: Any, config: Any, batches: list[list[int]], directory: Path) -> None:
         def forward(model: Any) -> None:

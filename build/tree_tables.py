@@ -101,21 +101,6 @@ def choices_to_json(choices: Iterable[Sequence[int]]) -> list[list[int]]:
     return [list(path) for path in _checked(choices)]
 
 
-def choices_from_json(value: object) -> list[RankPath]:
-    """Reads `choices_to_json`'s value back; ValueError where it is something else."""
-    if not isinstance(value, list):
-        raise ValueError(f"medusa_choices must be a list of rank paths, not {value!r}")
-    for path in value:
-        if not isinstance(path, list) or any(type(rank) is not int for rank in path):
-            raise ValueError(f"medusa_choices: {path!r} is not a list of integers")
-    return _checked(value)
-
-
-def choices_to_triton(choices: Iterable[Sequence[int]]) -> str:
-    """The string TensorRT-LLM's Triton backend reads: `{0}, {0, 0}, {1}`, every node listed."""
-    return ", ".join("{" + ", ".join(map(str, path)) + "}" for path in _checked(choices))
-
-
 def _checked(choices: Iterable[Sequence[int]]) -> list[RankPath]:
     paths = [tuple(map(index, path)) for path in choices]
     known: set[RankPath] = {()}

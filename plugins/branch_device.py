@@ -1,9 +1,11 @@
-"""The fields of a request in the tables of branch_tables.py, int32 each."""
+"""The fields of a request in the tables of branch_tables.py, int32 each, as kernels take them."""
 
 import triton.language as tl
 
-FIRST_ROW = tl.constexpr(0)
-NUM_ROWS = tl.constexpr(1)  # 0: of nobody
-SLOT = tl.constexpr(2)
-FRESH = tl.constexpr(3)  # nothing is committed: the state is zero, whatever the slot holds
-FIELDS = tl.constexpr(4)
+from trtree.plugins import branch_tables
+
+FIRST_ROW = tl.constexpr(branch_tables.FIRST_ROW)
+NUM_ROWS = tl.constexpr(branch_tables.NUM_ROWS)
+SLOT = tl.constexpr(branch_tables.SLOT)
+FRESH = tl.constexpr(branch_tables.FRESH)
+FIELDS = tl.constexpr(branch_tables.REQUEST_FIELDS)

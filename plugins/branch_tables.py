@@ -1,7 +1,7 @@
 """What a step brings to the kernels of state that branches, made once for all layers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from trtree.plugins.branch_state import StateSegment
 from trtree.plugins.causal_conv.contract import input_table
 
-# Of a request's entry; branch_device.py names them.
+# The fields of a request; the last says that nothing is committed: its state is zero.
+FIRST_ROW, NUM_ROWS, SLOT, FRESH = range(4)
 REQUEST_FIELDS = 4
 
 
@@ -35,6 +36,12 @@ class BranchTables:
             torch.cat(inputs),
             max(s.num_rows for s in segments),
         )
+
+    def elsewhere(self, chosen: Sequence[int], slots: Sequence[int]) -> "BranchTables":
+        """The ``chosen`` requests alone, in other slots; rows are as they were."""
+        requests = self.requests[list(chosen)]
+        requests[:, SLOT] = torch.tensor(list(slots), dtype=torch.int32, device=requests.device)
+        return replace(self, requests=requests)
 
     def to(self, device: torch.device) -> "BranchTables":
         requests, owners, inputs = (

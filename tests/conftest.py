@@ -18,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from engines import ROOT, build_demo
+from trtree.runtime.executor import Request
 from trtree.runtime.session import Session
 
 # Many small operations: threads cost more than they bring, most of all on a busy machine.
@@ -49,6 +50,23 @@ def demo_session(demo_engine: Callable[..., Path]) -> Callable[..., Session]:
         return loaded.setdefault(path, Session(path)) if path not in loaded else loaded[path]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def expected(demo_session: Callable[..., Session]) -> Callable[..., str]:
+    """What the engine continues a prompt with, plain and alone."""
+    session = demo_session()
+
+    def generate(prompt: str, max_tokens: int) -> str:
+        request = Request(
+            session.tokenizer.encode(prompt),
+            max_tokens,
+            session.stop_token_ids,
+            speculative=session.speculative_config("plain"),
+        )
+        return session.tokenizer.decode(session.complete(request).token_ids)
+
+    return generate
 
 
 @pytest.fixture(scope="session")

@@ -388,6 +388,30 @@ def test_activations_that_the_checkpoint_has_no_scales_for(
     assert "has no input_scale for NVFP4; use --activations bf16" in line
 
 
+@pytest.mark.parametrize("plan", [[], ["--plan"]])
+def test_activations_where_nothing_is_rounded(
+    refused: Callable[..., str],
+    run: Callable[..., int],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    plan: list[str],
+) -> None:
+    checkpoint = random_checkpoint(tmp_path / "plain", tiny_config())
+    line = refused("--checkpoint", checkpoint, "--activations", "nvfp4", *plan)
+    assert f"activations nvfp4: no linear of {checkpoint} is NVFP4" in line
+    assert run("--checkpoint", checkpoint, "--activations", "bf16", *plan) == 0
+    assert f"activations bf16: no linear of {checkpoint} is NVFP4: the option has no" in caplog.text
+
+
+def test_a_plan_of_widths_that_nvfp4_does_not_have(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    checkpoint = random_checkpoint(tmp_path / "nvfp4", tiny_config(), algorithm="NVFP4")
+    edit_config(checkpoint, intermediate_size=100)
+    line = refused("--checkpoint", checkpoint, "--plan")
+    assert "mlp.down_proj would be NVFP4 of 100 in_features, which are no multiple of 16" in line
+
+
 # Bad options
 
 

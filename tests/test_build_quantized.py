@@ -131,6 +131,36 @@ def test_a_mixed_checkpoint_says_what_became_of_it(
     assert outputs[0] == outputs[1] and len(outputs[0]) == 12
 
 
+def test_the_kv_caches_type_is_an_option(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows in the plan and in the summary, and the warning where scales are left unused."""
+    random_checkpoint(tmp_path / "fp8", tiny_config(), algorithm="NVFP4", kv_cache="FP8")
+    checkpoint = ("--checkpoint", tmp_path / "fp8")
+
+    def shown(*arguments: object) -> dict[str, str]:
+        assert run(*checkpoint, *arguments) == 0
+        lines = [line.strip().split("  ", 1) for line in capsys.readouterr().out.splitlines()]
+        return {line[0]: line[1].strip() for line in lines if len(line) == 2}
+
+    # Two layers' keys and values of two heads of 16 numbers.
+    assert shown("--plan")["a token's KV"] == "0.1 KiB"
+    assert shown("--plan", "--kv-cache", "float")["a token's KV"] == "0.5 KiB"
+    built = shown("--output", "made")
+    assert built["type of KV"] == "FP8 (e4m3), 4 scales of the checkpoint"
+    assert built["a token's KV"] == "0.1 KiB"
+    assert "KV cache calibrated for" in shown("--inspect", tmp_path / "fp8")
+    (tmp_path / "options.yaml").write_text(f"checkpoint: {tmp_path / 'fp8'}\nkv_cache: float\n")
+    widened = shown("--config", "options.yaml", "--output", "wide")
+    assert widened["type of KV"].startswith("float32; calibrated for FP8: kv_cache is")
+
+
+def test_an_unknown_type_of_kv_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text("kv_cache: int8\n")
+    line = refused("--config", "options.yaml")
+    assert "kv_cache must be one of auto, fp8, float, not 'int8'" in line
+
+
 @pytest.fixture
 def awq(tmp_path: Path) -> Path:
     return random_checkpoint(tmp_path / "awq", tiny_config(), algorithm="NVFP4_AWQ")

@@ -53,6 +53,7 @@ SCALES = (
 )
 # SVDQuant's A [rank, in_features] and B [out_features, rank], each a dense linear by itself.
 LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
+_SVD_PARTS = (PRE_QUANT_SCALE, *LOW_RANK)
 PARTS = ("weight", "weight_packed", "bias", PRE_QUANT_SCALE, *SCALES, *LOW_RANK)
 KV_SCALES = ("k_scale", "v_scale")
 KV_SCALE_SUFFIXES = tuple(f".{part}" for part in KV_SCALES)
@@ -140,21 +141,29 @@ def describe(
     elif ALGORITHMS[algorithm].weights == "fp8":
         info = _describe_fp8(tensors, module, weight, algorithm)
     else:
+        if algorithm == SVD and not any(f"{module}.{part}" in tensors for part in _SVD_PARTS):
+            algorithm = "NVFP4"  # ModelOpt names those that its search skipped no differently
         info = _describe_nvfp4(tensors, names, module, weight, algorithm)
     if (bias := tensors.get(f"{module}.bias")) is not None:
         _expect(f"{module}.bias", bias, [(info.out_features,)], DENSE_DTYPES)
     return info
 
 
-def scaled_for_one_expert(names: Sequence[str]) -> str | None:
+def scaled_for_one_expert(
+    names: Sequence[str], quantization: QuantizationConfig | None
+) -> str | None:
     """The first MLP whose experts each scale their input, but for the shared one, whose vector
-    its exporter therefore folded into the norm that all of them read."""
+    AWQ's exporter therefore folded into the norm that all of them read."""
+    if quantization is None:
+        return None
     present = set(names)
     for name in names:
         mlp, shared, scale = name.rpartition(".shared_expert")
         if shared and scale.endswith("up_proj.weight_scale_2"):
-            own = f"{name.removesuffix('weight_scale_2')}{PRE_QUANT_SCALE}"
-            if own not in present and f"{mlp}.experts.0.up_proj.{PRE_QUANT_SCALE}" in present:
+            module = name.removesuffix(".weight_scale_2")
+            own, others = (f"{m}.{PRE_QUANT_SCALE}" for m in (module, f"{mlp}.experts.0.up_proj"))
+            folded = own not in present and others in present
+            if folded and quantization.algorithm_of(module) == "NVFP4_AWQ":
                 return mlp
     return None
 
@@ -178,6 +187,12 @@ def faults(
 ) -> Iterator[str]:
     """What is wrong with the modules that ``check_quantized_modules`` looks at, one by one."""
     described = set()
+    svd = quantization if quantization and quantization.algorithm == SVD else None
+    if svd and not any(name.endswith(LOW_RANK) for name in tensors):
+        yield (
+            f"{svd.source} says {SVD}, but no module has a tensor {LOW_RANK[0]}; were they left "
+            "out? Export again, or correct it to NVFP4"
+        )
     for name, info in tensors.items():
         module, _, part = name.rpartition(".")
         expert = ".experts." in name and len(info.shape) == 2

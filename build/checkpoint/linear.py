@@ -7,7 +7,7 @@ libraries do it; see ``headers.py`` for what is refused before that.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -33,12 +33,35 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Smoothing:
+    """What a quantized weight leaves to others: its linear is (W + B A) times ``vector``.
+
+    vector: [in_features]. factors: A [rank, in_features] and B [out_features, rank], or None.
+    """
+
+    vector: torch.Tensor
+    factors: tuple[torch.Tensor, torch.Tensor] | None
+
+    def rows(self, rows: torch.Tensor) -> "Smoothing":
+        """Of some of the weight's rows, int64 [n]."""
+        return replace(self, factors=self.factors and (self.factors[0], self.factors[1][rows]))
+
+    def whole(self, weight: torch.Tensor) -> torch.Tensor:
+        """The linear of one weight W float32, which takes its input as it is."""
+        if self.factors is not None:
+            a, b = self.factors
+            weight = weight + b.float() @ a.float()
+        return weight * self.vector.float()
+
+
+@dataclass(frozen=True)
 class LinearWeight:
     """One linear, or several fused along out_features.
 
     weight: [out_features, in_features] dense, or quantized. input_scale: float32
     scalar where the checkpoint holds one. bias: [out_features] or None. segment_bounds:
-    where K is cut into segments, in blocks of 16; None for the even cut.
+    where K is cut into segments, in blocks of 16; None for the even cut. smoothing: of an
+    NVFP4 weight whose input is scaled.
     """
 
     kind: Literal["dense", "nvfp4"]
@@ -46,6 +69,7 @@ class LinearWeight:
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
     segment_bounds: tuple[int, ...] | None = None
+    smoothing: Smoothing | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +137,25 @@ def load(checkpoint: Tensors, modules: Sequence[str]) -> LinearWeight:
         weights = [_load_dense(checkpoint, module) for module in modules]
         return LinearWeight(kind, _concatenate(weights), None, bias)
     parts = [_load_nvfp4(checkpoint, module) for module in modules]
-    return LinearWeight(kind, _fuse(modules, parts), _input_scale(checkpoint, modules), bias)
+    return LinearWeight(
+        kind,
+        _fuse(modules, parts),
+        _input_scale(checkpoint, modules),
+        bias,
+        smoothing=_smoothing(checkpoint, modules),
+    )
+
+
+def _smoothing(checkpoint: Tensors, modules: Sequence[str]) -> Smoothing | None:
+    info = checkpoint.linear_info(modules[0])
+    if not info.has_pre_quant_scale:
+        return None
+    factors = None
+    if info.rank:
+        first, second = LOW_RANK
+        a = checkpoint.tensor(f"{modules[0]}.{first}")
+        factors = a, _concatenate([checkpoint.tensor(f"{m}.{second}") for m in modules])
+    return Smoothing(input_vector(checkpoint, f"{modules[0]}.{PRE_QUANT_SCALE}"), factors)
 
 
 def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
@@ -134,7 +176,7 @@ def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
     codes = tuple(checkpoint.stored(f"{module}.{names.codes}") for module in modules)
     block_scales: tuple[Matrix, ...]
     uneven = len({float(scale) for scale in scales}) > 1
-    if uneven or any(_has_larger_groups(checkpoint, module) for module in modules):
+    if uneven or any(_blocks_per_scale(checkpoint, module) > 1 for module in modules):
         parts = _rescaled(modules, [_load_nvfp4(checkpoint, module) for module in modules])
         block_scales = tuple(HeldMatrix(part.block_scale) for part in parts)
         largest = float(parts[0].global_scale)
@@ -142,13 +184,6 @@ def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
         block_scales = tuple(checkpoint.stored(f"{m}.{names.block_scale}") for m in modules)
         largest = float(scales[0])
     return StoredLinear(codes, block_scales, (), largest, input_scale, bias)
-
-
-def _has_larger_groups(checkpoint: Tensors, module: str) -> bool:
-    names = _names(checkpoint)
-    codes = checkpoint.info(f"{module}.{names.codes}")
-    scales = checkpoint.info(f"{module}.{names.block_scale}")
-    return 2 * codes.shape[1] != nvfp4.BLOCK * scales.shape[1]
 
 
 def _input_scale(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | None:
@@ -242,10 +277,16 @@ def _load_nvfp4(checkpoint: Tensors, module: str) -> nvfp4.QuantizedTensor:
             f"of {raw.numel()} (first: {block_scale[raw > 0x80][0].item()}); export again"
         )
     codes = checkpoint.tensor(f"{module}.{names.codes}")
-    if (blocks := 2 * codes.shape[1] // (nvfp4.BLOCK * block_scale.shape[1])) > 1:
-        # Of larger groups: every block of 16 has its group's.
+    if (blocks := _blocks_per_scale(checkpoint, module)) > 1:
         block_scale = raw.repeat_interleave(blocks, dim=1).view(FP8)
     return nvfp4.QuantizedTensor(codes, block_scale, global_scale)
+
+
+def _blocks_per_scale(checkpoint: Tensors, module: str) -> int:
+    """How many blocks of 16 share a stored scale."""
+    names = _names(checkpoint)
+    columns = 2 * checkpoint.info(f"{module}.{names.codes}").shape[1]
+    return columns // (nvfp4.BLOCK * checkpoint.info(f"{module}.{names.block_scale}").shape[1])
 
 
 def _global_scale(checkpoint: Tensors, name: str) -> torch.Tensor:

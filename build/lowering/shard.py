@@ -224,7 +224,16 @@ class _PartReader:
             )
         else:
             weight = torch.cat(take(cut.dense, 0, cut.shape[0]))
-        return replace(linear, weight=weight, bias=cut.bias, segment_bounds=cut.segment_bounds)
+        smoothing, part = linear.smoothing, self.parts[self.owner, tuple(modules)]
+        if smoothing is not None and part.rows is not None:
+            smoothing = smoothing.rows(part.indices())
+        return replace(
+            linear,
+            weight=weight,
+            bias=cut.bias,
+            segment_bounds=cut.segment_bounds,
+            smoothing=smoothing,
+        )
 
     def stored_linear(self, modules: Sequence[str]) -> StoredLinear:
         return self._cut(self.checkpoint.stored_linear(modules), modules)

@@ -36,7 +36,10 @@ def read_linear(weight: Weight, modules: Sequence[str], checkpoint: WeightReader
     linear = checkpoint.linear(modules)
     if weight.kind == "nvfp4" or not isinstance(linear.weight, QuantizedTensor):
         return linear
-    dense = dequantize(linear.weight).to(getattr(torch, weight.dtype))
+    dense = dequantize(linear.weight)
+    if linear.smoothing is not None:
+        dense = linear.smoothing.whole(dense)
+    dense = dense.to(getattr(torch, weight.dtype))
     return LinearWeight("dense", dense, None, linear.bias, linear.segment_bounds)
 
 

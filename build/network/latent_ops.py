@@ -135,21 +135,23 @@ class LatentOps(GraphCore):
         self, module: str, heads: int, head_sizes: tuple[int, int], latent: int
     ) -> Weight:
         """Raises:
-        NetworkError: other shapes, a bias, or a quantization that scales its input.
+        NetworkError: other shapes, or a bias.
         """
         size = heads * sum(head_sizes)
         (info,) = self._checked_infos([module], [size], latent, self._owner)
         path = self._path(module)
-        unfit = {
-            "a bias": info.has_bias,
-            "a pre_quant_scale": info.pre_quant_scale is not None,
-            "a weight with low-rank factors": info.low_rank is not None,
-        }
-        if what := next((name for name, found in unfit.items() if found), None):
-            raise NetworkError(f"{path}: {what} is not supported in a linear of heads")
+        if info.has_bias:
+            raise NetworkError(f"{path}: a bias is not supported in a linear of heads")
         if info.kind == "nvfp4":
             dtype = self.network.dtype
-            info = replace(info, kind="dense", dtype=dtype, activations=None)
+            info = replace(
+                info,
+                kind="dense",
+                dtype=dtype,
+                activations=None,
+                pre_quant_scale=None,
+                low_rank=None,
+            )
         shape = (size, latent)
         return self._add_weight(
             path, (path,), shape, [size], info, self._owner, head_sizes=head_sizes

@@ -50,7 +50,7 @@ def gated_delta_net(
         HEADS_PAD=tiles.head_columns(heads),
         BLOCK=tiles.DECAY_ROWS,
         num_warps=tiles.WARPS,
-        num_stages=tiles.STAGES,
+        num_stages=tiles.DECAY_STAGES,
     )
     update = torch.empty(rows, heads, value_dim, dtype=torch.float32, device=v.device)
     out = torch.empty(rows, heads, value_dim, dtype=v.dtype, device=v.device)
@@ -115,6 +115,6 @@ def commit(
         EPS=UNIT_EPS,
         BLOCK=tiles.COMMIT_ROWS,
         BLOCK_V=tiles.VALUE_COLUMNS,
-        num_warps=tiles.WARPS,
+        num_warps=tiles.commit_warps(key_dim),
         num_stages=tiles.STAGES,
     )

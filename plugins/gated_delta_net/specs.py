@@ -54,7 +54,7 @@ def decay_spec(layer: DeltaConfig) -> KernelSpec:
             "BLOCK": tiles.DECAY_ROWS,
         },
         num_warps=tiles.WARPS,
-        num_stages=tiles.STAGES,
+        num_stages=tiles.DECAY_STAGES,
         head_dim=layer.key_dim,
     )
 
@@ -98,7 +98,7 @@ def commit_spec(layer: DeltaConfig) -> KernelSpec:
             "state": "*fp32",
         },
         {**_sizes(layer), "BLOCK": tiles.COMMIT_ROWS},
-        num_warps=tiles.WARPS,
+        num_warps=tiles.commit_warps(layer.key_dim),
         num_stages=tiles.STAGES,
         head_dim=layer.key_dim,
     )

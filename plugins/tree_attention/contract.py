@@ -36,7 +36,12 @@ class AttentionSegment:
 class PagedKv:
     """One layer's cache: k and v [num_pages, page_size, kv_heads, head_dim].
 
-    An FP8 (e4m3) cache has scales, float32 [kv_heads]: a value is code * scale.
+    An FP8 cache holds e4m3 codes (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv
+    2209.05433, section 3) and has scales, float32 [kv_heads]. Written is x / scale, divided in
+    float32, rounded to nearest even, at most 448 in size, NaN as NaN; keys after RoPE. Read is
+    code * scale. A step's own rows are written first and read back as all others are, so that a
+    row sees the same keys while it is verified as after it is committed. ModelOpt calibrates a
+    scale as amax / 448, one for all heads of a layer.
     """
 
     k: torch.Tensor

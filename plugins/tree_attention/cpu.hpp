@@ -3,7 +3,8 @@
 // A row's output is a function of its query and of its visible keys and values in
 // position order (the prefix, then its ancestors, then itself) and of nothing else:
 // scores, softmax and the weighted sum run over that list in one fixed order. So a tree
-// row gives the bits of plain decoding, whatever batch, pages or threads it runs with.
+// row gives the bits of plain decoding, whatever batch, pages or threads it runs with. What is
+// E4M3 is decoded first, exactly, and scaled last: scores by k_scale, the result by v_scale.
 #pragma once
 
 #include <cstddef>

@@ -32,7 +32,6 @@ from trtree.runtime.session import Session
 
 ROWS = (1, 2, 3, 5, 9, 17, 33, 65)
 BUDGETS = (2, 4, 6, 8, 12, 16, 32, 64)
-CONTEXT = 200  # tokens before the measured step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=positive, default=15, help="of a step; default: %(default)s"
     )
     parser.add_argument("--activations", choices=("nvfp4", "bf16"), help="default: the pair's")
+    parser.add_argument("--kv-cache", choices=("auto", "fp8", "float"), help="default: auto")
+    parser.add_argument(
+        "--context",
+        type=positive,
+        default=200,
+        metavar="N",
+        help="tokens before a measured step; default: %(default)s",
+    )
     parser.add_argument(
         "--quantize-drafter", choices=("nvfp4",), help="W4A16 drafter (default: as it is stored)"
     )
@@ -74,7 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Builds, checks, measures."""
     options = read_options(args.config).with_overrides(
-        {name: getattr(args, name) for name in ("activations", "quantize_drafter", "block_size")}
+        {
+            name: getattr(args, name)
+            for name in ("activations", "kv_cache", "quantize_drafter", "block_size")
+        }
     )
     options = options.with_changes({"backend": "cpu"})
     prompts = read_prompts(args.prompts)
@@ -91,12 +101,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             template = ChatTemplate(wide.engine_dir.tokenizer_path)
             prompts = [template.render([{"role": "user", "content": p}]) for p in prompts]
         # Steps write to pages of the executor's choice too, so they come before it caches any.
-        step = _measure_steps(wide.engine, args.repeats)
+        step = _measure_steps(wide.engine, args.context, args.repeats)
         _check_tokens(small, wide, prompts, args.max_tokens)
         result = {
             "widen": args.widen,
             "quantize_drafter": args.quantize_drafter,
             "block_size": wide.engine.capabilities().block_size,
+            "kv_cache": wide.engine_dir.manifest["build_config"]["kv_cache"]["stored_as"],
+            "context": args.context,
             "activations": wide.engine.capabilities().activations,
             "chat": args.chat,
             "max_tokens": args.max_tokens,
@@ -131,15 +143,19 @@ def _check_tokens(small: Session, wide: Session, prompts: Sequence[str], max_tok
                 raise RuntimeError(f"the widened engine's {mode} tokens are not the pair's")
 
 
-def _measure_steps(engine: _core.Engine, repeats: int) -> list[dict[str, float]]:
+def _measure_steps(engine: _core.Engine, context: int, repeats: int) -> list[dict[str, float]]:
     """Milliseconds of a target step by its number of rows, medians of interleaved repeats."""
     rng = random.Random(0)
     vocab = engine.capabilities().vocab_size
-    pages = list(range((CONTEXT + max(ROWS)) // engine.capabilities().page_size + 1))
-    prompt = [rng.randrange(vocab) for _ in range(CONTEXT)]
-    _step(engine, _core.Sequence(1, 0, 0, pages), prompt)
-    engine.commit([_core.Commit(_core.Sequence(1, 0, 0, pages), list(range(CONTEXT)))])
-    at = _core.Sequence(1, 0, CONTEXT, pages)
+    pages = list(range((context + max(ROWS)) // engine.capabilities().page_size + 1))
+    prompt = [rng.randrange(vocab) for _ in range(max(context, *ROWS))]
+    chunk = engine.capabilities().max_num_rows
+    for start in range(0, context, chunk):
+        tokens = prompt[start : min(start + chunk, context)]
+        at = _core.Sequence(1, 0, start, pages)
+        _step(engine, at, tokens)
+        engine.commit([_core.Commit(at, list(range(len(tokens))))])
+    at = _core.Sequence(1, 0, context, pages)
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(repeats):
         for rows in ROWS:

@@ -32,7 +32,7 @@ from trtree.runtime.engines.tensorrt_buffers import (
     allocate_caches,
 )
 from trtree.runtime.engines.tensorrt_commits import Commits
-from trtree.runtime.engines.tensorrt_states import RaggedStates
+from trtree.runtime.engines.tensorrt_states import RaggedStates, Save
 
 PROFILE = "step"
 
@@ -82,6 +82,7 @@ class PagedTensorRTEngine(_core.Engine):
         self._engines: dict[str, BoundEngine] = {}
         self.caches: dict[str, torch.Tensor] = {}
         self._states: RaggedStates | None = None
+        snapshots = self._capabilities.state_snapshots
         for file, entry in built["engines"].items():
             if entry["rank"] != rank:
                 continue
@@ -91,7 +92,7 @@ class PagedTensorRTEngine(_core.Engine):
                     self.caches |= dict(zip(names, memory, strict=True))
             own = {name: self.caches[name] for name in spec.caches}
             if spec.branches:
-                self._states = RaggedStates(spec, device, commits)
+                self._states = RaggedStates(spec, snapshots, device, commits)
                 own |= self._states.committed
             self._engines[entry["network"]] = BoundEngine(spec, executables[file], own, device)
         target = self._engines["target"].spec.caches
@@ -141,6 +142,7 @@ class PagedTensorRTEngine(_core.Engine):
         if step is None:
             raise ValueError("commit without a step before it")
         _core.check_commits(commits, step.batch)
+        _core.check_saves(commits, self._capabilities)
         self._last_step = None
         rows = {c.sequence.request_id: np.asarray(c.rows, dtype=np.int32) for c in commits}
         requests = [segment.sequence.request_id for segment in step.batch.segments]
@@ -150,7 +152,12 @@ class PagedTensorRTEngine(_core.Engine):
             self._commit_pages(step.tables, accepted, counts)
         if self._states and step.branches:
             tables = step.branches.to(self._device)
-            self._states.commit(step.results, tables, accepted, counts)
+            saves = [
+                Save(requests.index(commit.sequence.request_id), save.rows, save.snapshot)
+                for commit in commits
+                for save in commit.saves
+            ]
+            self._states.commit(step.results, tables, accepted, counts, saves)
         extended = {c.sequence.request_id for c in commits if c.extend_drafter}
         if "drafter_context" in self._engines:
             kept = [
@@ -158,6 +165,13 @@ class PagedTensorRTEngine(_core.Engine):
                 for request, path in zip(requests, paths, strict=True)
             ]
             self._extend_drafter(step, kept)
+
+    @torch.inference_mode()
+    def load_state(self, snapshot: int, slot: int) -> None:
+        """Give a slot the state of a snapshot."""
+        _core.check_load(snapshot, slot, self._capabilities)
+        if self._states:
+            self._states.load(snapshot, slot)
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[_core.DraftRequest], top_k: int) -> _core.DraftResult:

@@ -5,7 +5,7 @@ an update and a sum of log decays, or a convolution's input. Nothing is written 
 until commit, which makes it the last accepted row's, for all layers at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trtree import _core
 from trtree.plugins.branch_state import StateSegment
-from trtree.plugins.branch_tables import BranchTables
+from trtree.plugins.branch_tables import SLOT, BranchTables
 from trtree.plugins.gated_delta_net.commit import commit as commit_recurrence
 from trtree.plugins.gated_delta_net.contract import RowUpdates
 from trtree.runtime.engines.tensorrt_buffers import Binding, EngineSpec
@@ -113,20 +113,48 @@ class BranchStates:
             committed.copy_(new)
 
 
-class RaggedStates:
-    """Committed states [slots, ...] by input, of an engine with attention plugins: its kernels
-    take a state as zero where nothing is committed, and commit layer by layer."""
+@dataclass(frozen=True)
+class Save:
+    """To a snapshot: the state after the first ``rows`` of the path of the step's ``request``."""
 
-    def __init__(self, spec: EngineSpec, device: torch.device, commits: Commits) -> None:
-        self.committed = {
-            binding.name: torch.zeros(binding.shape({}), dtype=binding.dtype, device=device)
-            for binding in spec.inputs
-            if binding.name in spec.branches
-        }
+    request: int
+    rows: int
+    snapshot: int
+
+
+class RaggedStates:
+    """Committed states of an engine with attention plugins, and snapshots of them: its kernels
+    take a state as zero where nothing is committed, and commit layer by layer.
+
+    Args:
+        snapshots: places for them, behind the slots in the same memory.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, snapshots: int, device: torch.device, commits: Commits
+    ) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+        for binding in spec.inputs:
+            if binding.name in spec.branches:
+                slots, *shape = binding.shape({})
+                self._slots = slots
+                self._memory[binding.name] = torch.zeros(
+                    slots + snapshots, *shape, dtype=binding.dtype, device=device
+                )
         self._kinds = spec.branches
         self._commits = commits
-        windows = [s for name, s in self.committed.items() if spec.branches[name] == "conv"]
+        windows = [s for name, s in self._memory.items() if spec.branches[name] == "conv"]
         self._kernel = windows[0].shape[1] + 1 if windows else 1
+
+    @property
+    def committed(self) -> dict[str, torch.Tensor]:
+        """[slots, ...] by input."""
+        return {name: memory[: self._slots] for name, memory in self._memory.items()}
+
+    def load(self, snapshot: int, slot: int) -> None:
+        """Give a slot the state of a snapshot."""
+        for memory in self._memory.values():
+            memory[slot] = memory[self._slots + snapshot]
 
     def tables(self, batch: _core.RowBatch) -> BranchTables:
         """Of a step, on the host."""
@@ -149,9 +177,30 @@ class RaggedStates:
         tables: BranchTables,
         accepted: torch.Tensor,
         num_accepted: torch.Tensor,
+        saves: Sequence[Save] = (),
     ) -> None:
-        """By what the step left of its rows; accepted and num_accepted: see path_table."""
-        for name, state in self.committed.items():
+        """By what the step left of its rows; accepted and num_accepted: see path_table.
+
+        A state on the way is a commit of a shorter path, to a copy of what was committed.
+        """
+        if saves:
+            chosen = [save.request for save in saves]
+            places = [self._slots + save.snapshot for save in saves]
+            rows = torch.tensor([save.rows for save in saves], dtype=torch.int32)
+            for memory in self._memory.values():
+                memory[places] = memory[tables.requests[chosen, SLOT].long()]
+            copies = tables.elsewhere(chosen, places)
+            self._move(results, copies, accepted[chosen], rows.to(accepted.device))
+        self._move(results, tables, accepted, num_accepted)
+
+    def _move(
+        self,
+        results: Mapping[str, torch.Tensor],
+        tables: BranchTables,
+        accepted: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> None:
+        for name, state in self._memory.items():
             if self._kinds[name] == "conv":
                 self._commits.window(state, results[f"{name}.x"], tables, accepted, num_accepted)
             else:

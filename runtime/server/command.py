@@ -185,6 +185,20 @@ def _parser() -> argparse.ArgumentParser:
         "--api-key-file. Exit codes: 0 ended by SIGTERM or Ctrl-C, 1 the engine failed, "
         "2 bad input, 143 terminated while starting.",
     )
+    _add_engine_and_address(parser)
+    _add_ranks(parser)
+    _add_decoding(parser)
+    _add_limits(parser)
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a line for each request and round; python -m trtree.runtime.trace shows it",
+    )
+    return parser
+
+
+def _add_engine_and_address(parser: argparse.ArgumentParser) -> None:
     default = ServeOptions()
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of options (default: serve.yaml)"
@@ -206,6 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="file with the key that /v1 asks for"
     )
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tp", type=integer(1), metavar="N", help="ranks of the engine; must be what it has"
     )
@@ -221,6 +238,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="threads of the CPU engine (default: the processors this process may use)",
     )
+
+
+def _add_decoding(parser: argparse.ArgumentParser) -> None:
+    default = ServeOptions()
     parser.add_argument(
         "--mode",
         choices=MODES,
@@ -239,6 +260,10 @@ def _parser() -> argparse.ArgumentParser:
         help="how the budget follows load and acceptance, where a request does not say "
         f"(default: {default.policy})",
     )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    default = ServeOptions()
     parser.add_argument(
         "--max-queue-size",
         type=integer(0),
@@ -285,10 +310,3 @@ def _parser() -> argparse.ArgumentParser:
         help="end a stream whose client is this far behind, in MiB of output "
         f"(default: {default.max_unread_mib})",
     )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write a line for each request and round; python -m trtree.runtime.trace shows it",
-    )
-    return parser

@@ -1,12 +1,15 @@
 """FP8 KV caches: what a build decides, and the whole network against transformers' with its
 keys and values rounded as the contract says."""
 
+import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dequantized import dequantized
 from engines import random_checkpoint, tiny_config
@@ -194,19 +197,40 @@ def test_what_cannot_store_it_is_refused(
 
 
 def test_latents_are_kept_as_they_are(tmp_path: Path) -> None:
-    path = random_checkpoint(tmp_path / "glm5", glm5_config())
-    builder.describe(BuildOptions(checkpoint=path))
+    path = random_checkpoint(tmp_path / "glm5", glm5_config(), algorithm="NVFP4", kv_cache="FP8")
+    description = builder.describe(BuildOptions(checkpoint=path))
+    kept = "float32; calibrated for FP8: latents are kept in float32"
+    assert description.kv_cache_summary == kept
     with pytest.raises(OptionError, match=r"kv_cache fp8: model\.layers\.0\..* is a latent"):
         builder.describe(BuildOptions(checkpoint=path, kv_cache="fp8"))
 
 
-def test_a_scale_of_no_cache_is_an_error(checkpoint: Make) -> None:
+def renamed(path: Path, to: Path, rename: Callable[[str], str]) -> Path:
+    """A checkpoint with other names for its KV scales."""
+    shutil.copytree(path, to)
+    tensors = load_file(path / "model.safetensors")
+    scales = [name for name in tensors if name.endswith(("k_scale", "v_scale"))]
+    tensors |= {rename(name): tensors.pop(name) for name in scales}
+    save_file(tensors, to / "model.safetensors")
+    return to
+
+
+def test_a_scale_of_no_cache_is_an_error(checkpoint: Make, tmp_path: Path) -> None:
     """A cache's scales under names that nothing reads would be 1.0 without a word."""
+    path = renamed(checkpoint("FP8"), tmp_path / "odd", lambda n: n.replace("self_attn", "attn"))
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.attn\.k_proj\.k_scale is the scale of no"
+    ):
+        builder.describe(BuildOptions(checkpoint=path))
+
+
+def test_compressed_tensors_names(checkpoint: Make, tmp_path: Path) -> None:
     path = checkpoint("FP8")
-    source = builder.CheckpointSource.open(BuildOptions(checkpoint=path))
-    odd = "model.layers.1.attention.k_scale"
-    cache = builder.decide(BuildOptions(checkpoint=path), source, "float32")
-    description = builder.describe(BuildOptions(checkpoint=path))
-    network = description.networks["target"]
-    with pytest.raises(CheckpointError, match=f"tensor {odd} is the scale of no KV cache"):
-        type(cache)(**{**vars(cache), "scales": {odd: 1.0}}).checked(network, tiny_config())
+    short = renamed(path, tmp_path / "short", lambda n: re.sub(r"[kv]_proj\.", "", n))
+    assert "model.layers.1.self_attn.v_scale" in Checkpoint.open(short).names()
+    states = [
+        builder.describe(BuildOptions(checkpoint=at)).networks["target"].states
+        for at in (path, short)
+    ]
+    assert states[0] == states[1]
+    assert len({s.k_scale for s in states[0].values()} - {1.0}) == 2

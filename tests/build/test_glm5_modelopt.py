@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from dequantized import dequantized, dequantized_by_modelopt
-from engines import write_tokenizer
+from engines import random_checkpoint, write_tokenizer
 from random_glm5 import glm5_config, random_glm5, transformers_model
 from steps import prefill
 from trtree import _core
@@ -110,3 +110,21 @@ def test_the_export_is_run(export: Path, build: Any) -> None:
     assert 0 < np.median(difference) < 3e-2
     # With four-bit activations the indexer chooses other keys: compared op by op elsewhere.
     assert np.isfinite(logits(build("cpu"))).all()
+
+
+def test_scaled_inputs_and_factors(tmp_path: Path) -> None:
+    """kv_b_proj's become part of it; the others' are ops of their own."""
+    directory = random_checkpoint(tmp_path / "checkpoint", CONFIG, algorithm="NVFP4_SVD")
+    theirs = transformers_model(CONFIG, dequantized(Checkpoint.open(directory)))
+    token_ids = torch.randint(0, 80, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = theirs(token_ids[None]).logits[0].numpy()
+    options = BuildOptions(
+        checkpoint=directory,
+        output=tmp_path / "engine",
+        backend="reference",
+        activations="float32",
+    )
+    _, engine = open_engine(builder.write(builder.describe(options)))
+    logits = prefill(engine, _core.Sequence(1, 0, 0, list(range(3))), token_ids.tolist())
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)

@@ -255,3 +255,24 @@ def test_a_prediction_layer_left_unquantized_is_no_problem(tmp_path: Path) -> No
     assert facts["left out"] == "1 tensors of prediction layers or vision"
     assert facts["feed-forward"] == "1 dense, 1 of 8 experts (3 used)"
     assert facts["coverage"].startswith("all ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": ["a"]},
+        {"num_key_value_heads": "NVFP4"},
+        {"num_attention_heads": 0},
+        {"num_experts": 4, "mlp_only_layers": 0.5},
+        {"num_experts": 4, "decoder_sparse_step": "x", "first_k_dense_replace": []},
+        {"linear_num_value_heads": 4, "full_attention_interval": 0},
+        {"architectures": 3},
+    ],
+)
+def test_fields_of_other_types_say_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Layers are shown as far as they can be; what is wrong with a field, its family says."""
+    config = tiny_config() | changes
+    path = write_target(tmp_path / "odd", {"model.norm.weight": torch.ones(4)}, config)
+    found = inspect(path)
+    assert Layers.of(config) is not None
+    assert any(fact[0] == "layers" for fact in found.facts)

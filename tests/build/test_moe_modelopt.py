@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dequantized import dequantized, dequantized_by_modelopt
 from engines import write_tokenizer
-from modelopt_cpu import on_cpu
 from oracle import check_w4a4_export
 from random_moe import fused, glm4_moe_config, qwen3_moe_config, random_moe
 from trtree.build.checkpoint import Checkpoint
 from trtree.build.checkpoint.headers import scaled_for_one_expert
+from trtree.build.modelopt_cpu import on_cpu
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
 Prepare = Callable[[Any], None]
@@ -102,7 +102,7 @@ def test_an_export_is_read_and_run(tmp_path: Path, family: str, algorithm: str) 
     if "AWQ" in algorithm:
         check_vectors(checkpoint, family)
     expected = "model.layers.1.mlp" if family == "glm" and "AWQ" in algorithm else None
-    assert scaled_for_one_expert(checkpoint.names()) == expected
+    assert scaled_for_one_expert(checkpoint.names(), checkpoint.quantization) == expected
     for name in checkpoint.names():
         if ".experts." in name and name.endswith(".weight"):
             module = name.removesuffix(".weight")

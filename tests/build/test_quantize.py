@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engines import DEMO, random_checkpoint, tiny_config
+from random_moe import qwen3_moe_config
 from trtree.build import builder
 from trtree.build.checkpoint import Checkpoint
 from trtree.build.options import BuildOptions
@@ -28,7 +29,13 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("algorithm", "kv_cache", "activations"),
-    [("NVFP4", "FP8", "nvfp4"), ("W4A16_NVFP4", None, "bf16"), ("FP8", None, "none")],
+    [
+        ("NVFP4", "FP8", "nvfp4"),
+        ("W4A16_NVFP4", None, "bf16"),
+        ("NVFP4_AWQ", None, "nvfp4"),
+        ("NVFP4_SVD", None, "nvfp4"),
+        ("FP8", None, "none"),
+    ],
 )
 def test_a_quantized_checkpoint_decodes(
     plain: Path,
@@ -50,10 +57,15 @@ def test_a_quantized_checkpoint_decodes(
     checkpoint = Checkpoint.open(output)
     assert checkpoint.quantization is not None
     assert checkpoint.quantization.algorithm == algorithm
-    assert len(checkpoint.kv_scales()) == (4 if kv_cache else 0)
+    scales = checkpoint.kv_scales()
+    assert len(scales) == (4 if kv_cache else 0)
     description = builder.describe(BuildOptions(checkpoint=output, output=tmp_path / "engine"))
     assert description.activations == activations
     session = Session(builder.write(description))
+    states = session.engine_dir.plan()["states"]
+    used = [scale for state in states for scale in (state["k_scale"], state["v_scale"])]
+    assert used == list(scales.values() or [1.0] * 4)
+    assert {state["dtype"] for state in states} == {"float8_e4m3fn" if kv_cache else "float32"}
     speculative = session.speculative_config("plain")
     done = session.complete(Request([1, 2, 3], max_tokens=8, speculative=speculative))
     assert len(done.token_ids) == 8
@@ -64,7 +76,6 @@ def test_a_quantized_checkpoint_decodes(
     [
         ({"--checkpoint": DEMO / "target_nvfp4"}, "is quantized already (NVFP4)"),
         ({"--prompts": "nowhere"}, "--prompts nowhere: cannot be read"),
-        ({"--algorithm": "NVFP4_AWQ"}, "ModelOpt searches its scales on a GPU"),
         ({"--output": "plain"}, "plain exists; give another --output"),
     ],
 )
@@ -84,3 +95,14 @@ def test_bad_input_is_one_line(
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1].startswith("error: ") and message in lines[-1]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_scales_of_stacked_experts_are_not_searched(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = random_checkpoint(tmp_path / "experts", qwen3_moe_config())
+    arguments = ["--checkpoint", checkpoint, "--output", tmp_path / "out", "--prompts", prompts]
+    assert main([*map(str, arguments), "--algorithm", "NVFP4_AWQ"]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "model.layers.1.mlp.experts.gate_up_proj is one tensor for all of a layer" in line
+    assert not (tmp_path / "out").exists()

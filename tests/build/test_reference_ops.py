@@ -7,19 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from implied_weights import ImpliedWeights
 from trtree import _core
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
-from trtree.build.network.graph import Graph, WeightInfo
-from trtree.build.network.network import DType, Owner
+from trtree.build.network.graph import Graph
+from trtree.build.network.network import DType
 from trtree.build.network.rope import RopeTable
 from trtree.plugins.tree_attention import reference as attention
 from trtree.plugins.tree_attention.contract import AttentionSegment, PagedKv
 from trtree.runtime.session import Session
-
-
-class Implied:
-    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
-        return WeightInfo("dense", implied, "float32")
 
 
 def run_op(
@@ -28,7 +24,7 @@ def run_op(
     dense: dict[str, torch.Tensor] | None = None,
     dtype: DType = "float32",
 ) -> dict[str, torch.Tensor]:
-    g = Graph("target", Implied(), dtype=dtype)
+    g = Graph("target", ImpliedWeights(), dtype=dtype)
     build(g)
     return ReferenceNetwork(g.network, dense or {}, {}).run(inputs, StepContext({}, []))
 

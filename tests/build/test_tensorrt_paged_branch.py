@@ -12,6 +12,7 @@ from paged_pairs import Pair, check_ops, pairs_of, tiny, whole
 from planted import plant
 from random_hybrid import hybrid_config
 from trtree.build.lowering.tensorrt import paged_branch
+from trtree.build.options import OptionError
 from trtree.build.plan import memory_plan
 
 SIZES = {
@@ -122,3 +123,12 @@ def test_a_plan_counts_pages_and_states(tmp_path: Path) -> None:
     per_slot = 4 * 64 * 128 * 4 + 3 * 768 * 2
     (state,) = (text for name, text in rows.items() if name.startswith("recurrent state, 8 x"))
     assert state == f"{8 * per_slot / 2**20:.2f} MiB"
+    (kept,) = (text for name, text in rows.items() if name.startswith("snapshots of it, 16 x"))
+    assert kept == f"{16 * per_slot / 2**20:.2f} MiB"
+
+
+def test_snapshots_want_pages(tmp_path: Path) -> None:
+    """Native engines share nothing between prompts."""
+    native = {"attention": "native", "backend": "tensorrt-rtx", "state_snapshots": 4}
+    with pytest.raises(OptionError, match="state_snapshots 4: engines of backend tensorrt-rtx wi"):
+        tiny(tmp_path, hybrid_config("Qwen3_5ForCausalLM", **SIZES), **native)

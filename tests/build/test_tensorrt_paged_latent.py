@@ -212,6 +212,7 @@ class NoWeights:
         ("keys unturned", "attention: plugin attention turns queries and latents alike"),
         ("elsewhere", "attention: plugin attention turns queries and latents alike"),
         ("two parts", "q: plugin attention turns one part of a head alone"),
+        ("nobody reads", "state: plugin attention appends what an op reads, and none does"),
     ],
 )
 def test_graphs_that_append_cannot_turn_are_refused(shape: str, message: str) -> None:
@@ -232,7 +233,10 @@ def test_graphs_that_append_cannot_turn_are_refused(shape: str, message: str) ->
     cached = graph.concat("cached", [latent, graph.merge_heads("merged", key)])
     if shape != "nothing appended":
         graph.latent_append("append", cached, rows.slots, state)
-    out = graph.latent_attention("attention", q, rows, state, None, value_dim=32, scale=1.0)
+    read = state if shape != "nobody reads" else graph.latent_state("other", 48)
+    if shape == "nobody reads":
+        graph.latent_append("append_other", cached, rows.slots, read)
+    out = graph.latent_attention("attention", q, rows, read, None, value_dim=32, scale=1.0)
     graph.output("out", out)
     sizes = PagedSizes(120, 16, 8, 2, 32, 64, 17, 17, 0)
     trt = load_library("tensorrt-rtx").module

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines import ROOT, sliding_drafter, tiny_config
+from engines import ROOT, random_checkpoint, sliding_drafter, tiny_config
 from lowered import describe, evaluators, lower_networks
 from network_evaluator import evaluate_together
 from op_checks import relative
@@ -49,6 +49,17 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return pairs_of(description, directory / "reference")["target"]
 
 
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Keys and values of a calibrated checkpoint, every scale another."""
+    directory = tmp_path_factory.mktemp("fp8")
+    config = tiny_config(**HEADS_OF_64, max_position_embeddings=512)
+    checkpoint = directory / "checkpoint"
+    random_checkpoint(checkpoint, config, algorithm="W4A16_NVFP4", kv_cache="FP8")
+    description = tiny(directory, config, max_seq_len=400, activations="bf16")
+    return pairs_of(description, directory / "reference")["target"]
+
+
 @pytest.fixture(scope="module", params=["full", "sliding"])
 def demo(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -72,6 +83,30 @@ def test_every_op_of_a_target(windowed: Pair, kind: str) -> None:
         assert len(batch.ragged_inputs(windowed.lowered)["work.1"]) == 3 + 1 + 1
     checked = check_ops(windowed, batch)
     assert checked >= {"linear", "rms_norm", "rotary_embedding", "reshape", "tree_attention"}
+
+
+@pytest.mark.parametrize("kind", ["prefill", "tree"])
+def test_every_op_over_fp8_kv(fp8: Pair, kind: str) -> None:
+    assert {b.dtype for b in fp8.lowered.inputs if b.name.endswith((".k", ".v"))} == {
+        "float8_e4m3fn"
+    }
+    assert "tree_attention" in check_ops(fp8, fp8.batch(kind))
+
+
+def test_fp8_scales_that_are_ignored_show(fp8: Pair) -> None:
+    got, want = whole(fp8, "tree")
+    # A key or value beside a tie may be rounded to either side: no network is as near as bf16's.
+    assert relative(got, want).median() < 3e-2
+    saved = {n: v.clone() for n, v in fp8.evaluator.fixed.items() if "kv_scale" in n}
+    assert len(saved) == 4  # of two layers' keys and values
+    try:
+        for name in saved:
+            fp8.evaluator.fixed[name].fill_(1.0)
+        got, want = whole(fp8, "tree")
+        assert relative(got, want).median() > 0.3
+    finally:
+        for name, value in saved.items():
+            fp8.evaluator.fixed[name].copy_(value)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "tree"])
@@ -108,6 +143,16 @@ def test_a_whole_target_with_experts(tmp_path: Path) -> None:
     pair = pairs_of(description, tmp_path / "reference")["target"]
     got, want = whole(pair, "tree", length=100)
     assert relative(got, want).median() < 1e-2
+
+
+def test_a_whole_target_with_low_rank_factors(tmp_path: Path) -> None:
+    """Keys and values are sums of two linears then, experts have their own; inputs in bf16."""
+    config = glm4_moe_config(**HEADS_OF_64, moe_intermediate_size=64, attention_bias=False)
+    random_checkpoint(tmp_path / "checkpoint", config, algorithm="NVFP4_SVD")
+    description = tiny(tmp_path, config, activations="bf16")
+    pair = pairs_of(description, tmp_path / "reference")["target"]
+    got, want = whole(pair, "tree", length=100)
+    assert relative(got, want).median() < 2e-2
 
 
 def _wrong_mask(inputs: dict[str, torch.Tensor]) -> None:

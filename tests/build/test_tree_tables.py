@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtree.build.tree_tables import (
-    choices_from_json,
     choices_from_log_probs,
     choices_to_json,
-    choices_to_triton,
     medusa_tables,
 )
 from trtree.plugins.ddtree import build_tree_from_top_k, reference, static_tree
@@ -53,7 +51,7 @@ def test_no_choices() -> None:
         ([[0], []], r"choice \[\]: the root is not listed"),
     ],
 )
-@pytest.mark.parametrize("function", [medusa_tables, choices_to_json, choices_to_triton])
+@pytest.mark.parametrize("function", [medusa_tables, choices_to_json])
 def test_refused_choices(
     function: Callable[[Any], Any], choices: list[list[int]], message: str
 ) -> None:
@@ -92,19 +90,5 @@ def test_integer_log_probs_are_refused() -> None:
         choices_from_log_probs(np.zeros((2, 2), np.int64), 3)
 
 
-def test_json_round_trip() -> None:
-    choices = [(0,), (0, 0), (1,)]
-    text = json.dumps(choices_to_json(choices))
-    assert text == "[[0], [0, 0], [1]]"
-    assert choices_from_json(json.loads(text)) == choices
-
-
-@pytest.mark.parametrize("value", ["[[0]]", {"0": 1}, [0, 1], [["0"]], [[0.0]], [[True]], [[1, 0]]])
-def test_other_json_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r"medusa_choices|choice"):
-        choices_from_json(value)
-
-
-def test_triton_string() -> None:
-    assert choices_to_triton([[0], [0, 0], [1, 0], [1]]) == "{0}, {0, 0}, {1, 0}, {1}"
-    assert choices_to_triton([]) == ""
+def test_json() -> None:
+    assert choices_to_json([(0,), (0, 0), (1,)]) == [[0], [0, 0], [1]]

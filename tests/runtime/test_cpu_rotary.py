@@ -9,19 +9,14 @@ import pytest
 import torch
 
 from engines import build_demo
+from implied_weights import ImpliedWeights
 from steps import prefill
 from trtree import _core
 from trtree.build.engine_dir import MANIFEST, EngineDir, sha256
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
-from trtree.build.network.graph import Graph, WeightInfo
-from trtree.build.network.network import Owner
+from trtree.build.network.graph import Graph
 from trtree.build.network.rope import RopeTable
 from trtree.runtime.engines import load_engine
-
-
-class Implied:
-    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
-        return WeightInfo("dense", implied, "float32")
 
 
 def with_rope(path: Path, change: dict[str, Any]) -> EngineDir:
@@ -55,7 +50,7 @@ def test_interleaved_and_partial(tmp_path: Path, interleaved: bool, rotary: int)
     prefill(engine, _core.Sequence(1, 0, 0, [0, 1, 2]), list(range(40, 80)))
     engine.observe(None)
 
-    g = Graph("target", Implied())
+    g = Graph("target", ImpliedWeights())
     x = g.input("x", ("rows", 4, 64), "float32")
     positions = g.input("positions", ("rows",), "int32")
     table = RopeTable("rope", tuple(inv_freq), 1.25, interleaved)

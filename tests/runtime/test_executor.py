@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from request_mixes import CHAIN, PLAIN, tree
 from toy_engine import ToyEngine, ToyLogits, decode, next_token
 from trtree import _core
 from trtree.runtime.executor import (
@@ -22,13 +23,6 @@ from trtree.runtime.executor import (
 )
 from trtree.runtime.generation import Usage
 from trtree.runtime.server.formats import usage_of
-
-PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
-CHAIN = SpeculativeConfig(DecodingMode.CHAIN)
-
-
-def tree(budget: int, kind: TreeKind = TreeKind.DYNAMIC) -> SpeculativeConfig:
-    return SpeculativeConfig(DecodingMode.TREE, kind, budget)
 
 
 def run(executor: Executor, requests: list[Request]) -> dict[int, tuple[list[int], Response]]:

@@ -4,10 +4,9 @@ import threading
 
 import pytest
 
+from request_mixes import CHAIN, NO_EVICT, PLAIN, tree
 from toy_engine import ToyEngine, ToyLogits, decode
 from trtree.runtime.executor import (
-    CapacitySchedulerPolicy,
-    DecodingMode,
     Executor,
     ExecutorConfig,
     FinishReason,
@@ -20,9 +19,7 @@ from trtree.runtime.executor import (
 )
 from wrapped_engine import FailingEngine, GatedEngine
 
-PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
-MODES = [PLAIN, SpeculativeConfig(DecodingMode.CHAIN), SpeculativeConfig(tree_budget=8)]
-NO_EVICT = SchedulerConfig(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT)
+MODES = [PLAIN, CHAIN, tree(8)]
 PROMPTS = [[i, 1, 2, 3, 4, 5] for i in range(5)]
 
 

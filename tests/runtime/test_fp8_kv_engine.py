@@ -7,121 +7,71 @@ verification sees the bits that plain decoding sees later.
 import json
 import random
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding import run
-from engines import random_checkpoint, tiny_config
+from bitwise import (
+    POOL_TOKENS,
+    Batch,
+    batches,
+    check_commits,
+    check_instruction_sets,
+    check_trees,
+    few_examples,
+)
+from decoding import run, run_alone
+from engines import tiny_config
 from op_by_op import OpByOp
-from random_drafter import random_drafter
+from random_engines import RandomEngines
 from random_hybrid import hybrid_config
 from random_moe import glm4_moe_config
+from request_mixes import CHAIN, PLAIN, tree
 from steps import path_to, prefill, random_tree, run_rows
 from thread_ranks import ThreadRanks
 from trtree import _core
-from trtree.build import builder
 from trtree.build.engine_dir import MANIFEST, PLAN, EngineDir, EngineDirError
-from trtree.build.options import BuildOptions
 from trtree.runtime.engines import load_engine, open_engine
 from trtree.runtime.engines.cpu import load_cpu_engine
-from trtree.runtime.executor import (
-    DecodingMode,
-    Executor,
-    ExecutorConfig,
-    KvCacheConfig,
-    Request,
-    SpeculativeConfig,
-)
+from trtree.runtime.executor import Executor, Request
 
 VOCAB = 80
-KV_TOKENS = 2048
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 9,
     "use_sliding_window": True,
 }
-CONFIGS = {
+FAMILIES = {
     "qwen3": tiny_config(head_dim=48),
     "window": tiny_config(**WINDOWS),
     "glm": glm4_moe_config(),
     "hybrid": hybrid_config("Qwen3NextForCausalLM"),
 }
-Build = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """An engine with a drafter, by family and build options."""
+def engines(tmp_path_factory: pytest.TempPathFactory) -> RandomEngines:
+    """Whose checkpoints ask for FP8 KV."""
     root = tmp_path_factory.mktemp("fp8")
-    built: dict[str, Path] = {}
-
-    def make(family: str, **options: Any) -> Path:
-        checkpoint, drafter = root / family, root / f"{family}.drafter"
-        if not checkpoint.exists():
-            random_checkpoint(checkpoint, CONFIGS[family], algorithm="NVFP4", kv_cache="FP8")
-            random_drafter(drafter, CONFIGS[family])
-        name = f"{family}.{options}"
-        if name not in built:
-            given = {"kv_tokens": KV_TOKENS, "max_tree_budget": 128, "max_num_rows": 512} | options
-            built[name] = builder.write(
-                builder.describe(
-                    BuildOptions(
-                        checkpoint=checkpoint,
-                        drafter=drafter,
-                        output=root / f"engine{len(built)}",
-                        **given,
-                    )
-                )
-            )
-        return built[name]
-
-    return make
-
-
-Load = Callable[..., _core.Engine]
-
-
-@pytest.fixture(scope="module")
-def load(build: Build) -> Load:
-    """A CPU engine by family, page size, threads and instruction set; ``copy`` makes others."""
-
-    @cache
-    def loaded(
-        family: str, page_size: int, threads: int, isa: str = "", copy: int = 0
-    ) -> _core.Engine:
-        engine = EngineDir.open(build(family, page_size=page_size))
-        return load_cpu_engine(engine, num_threads=threads, isa=isa)
-
-    return loaded
+    return RandomEngines(root, FAMILIES, calibrated_kv="FP8", kv_tokens=POOL_TOKENS)
 
 
 def worst_ops(engine: _core.Engine, reference: _core.Engine) -> dict[str, float]:
-    """A prompt, then a tree, op by op."""
-    check = OpByOp(engine, reference, page_size=16)
-    rng = random.Random(0)
-    pages = [9, 3, 14, 0, 7, 5]
-    prompt = [rng.randrange(VOCAB) for _ in range(37)]
-    check.rows_of(0, prompt, list(range(-1, 36)), pages)
-    prefill(engine, _core.Sequence(1, 0, 0, pages), prompt)
-    check.commit(list(range(37)))
-    tokens, parents = random_tree(rng, 50, VOCAB)
-    check.rows_of(37, tokens, parents, pages)
-    run_rows(engine, [(_core.Sequence(1, 0, 37, pages), tokens, parents)])
+    check = OpByOp(engine, reference)
+    check.prompt_and_tree(VOCAB)
     engine.observe(None)
     return check.worst
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_op_by_op(build: Build, family: str) -> None:
-    """Both append the same numbers, so that every code is the same and attention alone rounds."""
-    _, engine = open_engine(build(family))
-    _, reference = open_engine(build(family, backend="reference"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_op_by_op(engines: RandomEngines, family: str) -> None:
+    """Both append the same numbers, so that every code is the same."""
+    _, engine = open_engine(engines.build(family, "NVFP4"))
+    _, reference = open_engine(engines.build(family, "NVFP4", backend="reference"))
     worst = worst_ops(engine, reference)
     assert "tree_attention" in worst
     assert max(worst.values()) < 2e-6, worst
@@ -140,22 +90,24 @@ def changed(path: Path, folder: Path, file: str, change: Callable[[Any], None]) 
 
 
 @pytest.mark.parametrize("scale", ["k_scale", "v_scale"])
-def test_a_scale_that_is_ignored_shows(build: Build, tmp_path: Path, scale: str) -> None:
+def test_a_scale_that_is_ignored_shows(engines: RandomEngines, tmp_path: Path, scale: str) -> None:
     def ignore(plan: Any) -> None:
         for state in plan["states"]:
             state[scale] = 1.0
 
-    engine = load_cpu_engine(changed(build("qwen3"), tmp_path / "spoilt", PLAN, ignore))
-    _, reference = open_engine(build("qwen3", backend="reference"))
+    engine = load_cpu_engine(
+        changed(engines.build("qwen3", "NVFP4"), tmp_path / "spoilt", PLAN, ignore)
+    )
+    _, reference = open_engine(engines.build("qwen3", "NVFP4", backend="reference"))
     assert worst_ops(engine, reference)["tree_attention"] > 1e-3
 
 
-def test_what_does_not_fit_the_manifest_is_refused(build: Build, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_manifest_is_refused(engines: RandomEngines, tmp_path: Path) -> None:
     def widen(manifest: Any) -> None:
         manifest["build_config"]["kv_cache"]["stored_as"] = "float32"
 
     for backend in ("cpu", "reference"):
-        path = build("qwen3", backend=backend)
+        path = engines.build("qwen3", "NVFP4", backend=backend)
         engine = changed(path, tmp_path / backend, MANIFEST, widen)
         with pytest.raises(EngineDirError, match=r"KV is stored as float32, .* float8_e4m3fn; reb"):
             load_engine(engine)
@@ -171,100 +123,57 @@ def test_what_does_not_fit_the_manifest_is_refused(build: Build, tmp_path: Path)
     ],
 )
 def test_plans_are_checked(
-    build: Build, tmp_path: Path, change: dict[str, Any], message: str
+    engines: RandomEngines, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     def spoil(plan: Any) -> None:
         for state in plan["states"]:
             if not state["drafter"]:
                 state |= change
 
-    engine = changed(build("qwen3"), tmp_path / "spoilt", PLAN, spoil)
+    engine = changed(engines.build("qwen3", "NVFP4"), tmp_path / "spoilt", PLAN, spoil)
     engine.manifest["build_config"]["kv_cache"]["stored_as"] = change.get("dtype", "float8_e4m3fn")
     with pytest.raises((ValueError, EngineDirError), match=message):
         load_cpu_engine(engine)
 
 
-def pages_of(request: int, page_size: int) -> list[int]:
-    """An eighth of the pool for each request, in an order of its own."""
-    count = KV_TOKENS // page_size // 8
-    pages = list(range(request * count, (request + 1) * count))
-    random.Random(request).shuffle(pages)
-    return pages
-
-
-def plain_logits(engine: _core.Engine, tokens: list[int]) -> np.ndarray:
-    """Logits after the last of the tokens, each decoded in a step of its own."""
-    pages = pages_of(0, 16)
-    for position, token in enumerate(tokens):
-        logits = prefill(engine, _core.Sequence(99, 0, position, pages), [token])
-    return logits[0]
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-@settings(
-    max_examples=6,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@pytest.mark.parametrize("family", FAMILIES)
+@few_examples(6)
 @given(
     seed=st.integers(0, 2**32),
-    batch=st.lists(
-        st.tuples(st.integers(0, 70), st.sampled_from([0, 1, 16, 33, 65, 128])),
-        min_size=1,
-        max_size=3,
-    ),
+    batch=batches(prefixes=70, budgets=[0, 1, 16, 33, 65, 128], requests=3),
     page_size=st.sampled_from([1, 16]),
     threads=st.sampled_from([1, 2]),
 )
-def test_tree_rows_and_what_follows_them_equal_plain_decoding(
-    load: Load, family: str, seed: int, batch: list[tuple[int, int]], page_size: int, threads: int
+def test_tree_rows_equal_plain_decoding_byte_for_byte(
+    engines: RandomEngines, family: str, seed: int, batch: Batch, page_size: int, threads: int
 ) -> None:
-    rng = random.Random(seed)
-    engine, alone = load(family, page_size, threads), load(family, 16, 1, copy=1)
-    requests, prefixes = [], []
-    for index, (prefix_length, budget) in enumerate(batch):
-        pages = pages_of(index, page_size)
-        prefix = [rng.randrange(VOCAB) for _ in range(prefix_length)]
-        if prefix:
-            prefill(engine, _core.Sequence(index, index, 0, pages), prefix)
-        at = _core.Sequence(index, index, prefix_length, pages)
-        requests.append((at, *random_tree(rng, budget, VOCAB)))
-        prefixes.append(prefix)
-    together = run_rows(engine, requests)
-    commits, paths = [], []
-    for (at, tokens, parents), prefix, logits in zip(requests, prefixes, together, strict=True):
-        path = path_to(rng.randrange(len(tokens)), parents)
-        paths.append([*prefix, *(tokens[row] for row in path)])
-        assert logits[path[-1]].tobytes() == plain_logits(alone, paths[-1]).tobytes()
-        commits.append(_core.Commit(at, path))
-    engine.commit(commits)
-    following = [
-        (_core.Sequence(index, index, len(path), pages_of(index, page_size)), [7], [-1])
-        for index, path in enumerate(paths)
-    ]
-    for path, (logits,) in zip(paths, run_rows(engine, following), strict=True):
-        assert logits.tobytes() == plain_logits(alone, [*path, 7]).tobytes()
+    engine = engines.load(family, "NVFP4", threads, page_size=page_size)
+    alone = engines.load(family, "NVFP4")
+    check_trees(engine, alone, batch, seed=seed, vocab=VOCAB, page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_modes_prefix_hits_and_preemption_change_no_token(build: Build, page_size: int) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "hybrid"])
+def test_a_committed_path_continues_as_if_decoded_plainly(
+    engines: RandomEngines, family: str, page_size: int
+) -> None:
+    engine = engines.load(family, "NVFP4", 2, page_size=page_size)
+    alone = engines.load(family, "NVFP4")
+    assert check_commits(engine, alone, vocab=VOCAB, page_size=page_size) > 20
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_modes_prefix_hits_and_preemption_change_no_token(
+    engines: RandomEngines, page_size: int
+) -> None:
     """A pool too small for its requests, prompts that begin alike, every mode."""
-    path = build("qwen3", page_size=page_size, kv_tokens=400, max_tree_budget=33)
-    modes = [
-        SpeculativeConfig(DecodingMode.PLAIN),
-        SpeculativeConfig(DecodingMode.CHAIN),
-        SpeculativeConfig(DecodingMode.TREE, tree_budget=16),
-        SpeculativeConfig(DecodingMode.TREE, tree_budget=33),
-    ]
+    path = engines.build("qwen3", "NVFP4", page_size=page_size, kv_tokens=400, max_tree_budget=33)
+    modes = [PLAIN, CHAIN, tree(16), tree(33)]
     rng = random.Random(1)
     begin = [rng.randrange(VOCAB) for _ in range(40)]
     prompts = [begin + [rng.randrange(VOCAB) for _ in range(i)] for i in range(1, 8)]
-    cold = ExecutorConfig(kv_cache_config=KvCacheConfig(enable_block_reuse=False))
-    expected = []
-    for prompt in prompts:
-        alone = Executor(load_cpu_engine(EngineDir.open(path), num_threads=1), cold)
-        [(tokens, _)] = run(alone, [Request(prompt, max_tokens=48, speculative=modes[0])])
-        expected.append(tokens)
+    requests = [Request(prompt, max_tokens=48, speculative=PLAIN) for prompt in prompts]
+    expected = run_alone(load_cpu_engine(EngineDir.open(path), num_threads=1), requests)
     assert len({tuple(tokens) for tokens in expected}) > 3
     executor = Executor(load_cpu_engine(EngineDir.open(path), num_threads=2))
     for first in range(2):
@@ -301,12 +210,8 @@ def transcript(engine: _core.Engine) -> bytes:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm"])
-def test_instruction_sets_and_ranks_give_the_same_bits(build: Build, family: str) -> None:
-    path = EngineDir.open(build(family))
-    results = {transcript(ThreadRanks(EngineDir.open(build(family, tp=2))))}
-    for isa in ("portable", "avx2", "avx512"):
-        try:
-            results.add(transcript(load_cpu_engine(path, num_threads=1, isa=isa)))
-        except ValueError as error:
-            assert isa in str(error)  # this CPU or build lacks it
-    assert len(results) == 1
+def test_instruction_sets_and_ranks_give_the_same_bits(engines: RandomEngines, family: str) -> None:
+    check_instruction_sets(lambda isa: engines.load(family, "NVFP4", isa=isa), VOCAB)
+    one = load_cpu_engine(EngineDir.open(engines.build(family, "NVFP4")), num_threads=1)
+    two = ThreadRanks(EngineDir.open(engines.build(family, "NVFP4", tp=2)))
+    assert transcript(one) == transcript(two)

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines import DEMO_VOCAB
+from request_mixes import PLAIN
 from trtree.runtime.executor import DecodingMode, Executor, Request, SpeculativeConfig
 from trtree.runtime.session import Session
 
 MAX_TOKENS = 16
-PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
 
 speculation = st.one_of(
     st.just(SpeculativeConfig(DecodingMode.CHAIN)),

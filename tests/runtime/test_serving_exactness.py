@@ -12,33 +12,25 @@ from scipy import stats
 
 from decoding import Answer
 from engines import DEMO, DEMO_PROMPTS, DEMO_VOCAB
+from request_mixes import CHAIN, PLAIN, tree
 from steps import prefill
 from trtree import _core
 from trtree._core import sampler
 from trtree.build.engine_dir import EngineDir
 from trtree.runtime.engines.cpu import load_cpu_engine
 from trtree.runtime.executor import (
-    DecodingMode,
     Executor,
     ExecutorConfig,
     KvCacheConfig,
     OutputConfig,
     Request,
     SamplingConfig,
-    SpeculativeConfig,
-    TreeKind,
 )
 from trtree.runtime.tokenizer import Tokenizer
 
 VOCAB = DEMO_VOCAB
-PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
-CHAIN = SpeculativeConfig(DecodingMode.CHAIN)
 
 Load = Callable[..., _core.Engine]
-
-
-def tree(budget: int) -> SpeculativeConfig:
-    return SpeculativeConfig(DecodingMode.TREE, TreeKind.DYNAMIC, budget)
 
 
 @pytest.fixture(scope="module")

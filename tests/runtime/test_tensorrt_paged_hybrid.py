@@ -17,7 +17,7 @@ from evaluated_engine import ReferenceCommits, evaluated_engine, evaluated_ranks
 from lowered import describe
 from random_drafter import random_drafter
 from random_hybrid import hybrid_config
-from runner_checks import CHAIN, PLAIN, TREE, decode, on_all_ranks
+from runner_checks import CHAIN, MAX_TOKENS, PLAIN, TREE, decode, on_all_ranks
 from steps import path_to, random_tree, run_rows
 from trtree import _core
 from trtree.build import builder
@@ -25,6 +25,7 @@ from trtree.build.lowering.tensorrt import backend
 from trtree.build.options import BuildOptions, OptionError
 from trtree.runtime.engines import open_engine
 from trtree.runtime.engines.tensorrt_commits import Commits, DeviceCommits
+from trtree.runtime.executor import Executor, ExecutorConfig, KvCacheConfig, Request
 
 VOCAB = 80
 PLUGIN = {"backend": "tensorrt", "attention": "plugin", "activations": "bf16", "sm": (120,)}
@@ -81,9 +82,26 @@ def test_chain_and_tree_decode_the_tokens_of_plain(options: Options, family: str
     assert max(shapes["requests"][0] for _, shapes in runs) > 64
 
 
+def test_prompts_that_begin_alike_share_pages_and_states(options: Options) -> None:
+    engine, _ = evaluated_engine(options("3.5"), **PLUGIN)
+    prefix = prompt(40, 1)
+    given = [prefix + prompt(9, seed) for seed in (2, 3, 4)]
+    cold = [decode(engine, [(tokens, PLAIN)])[0] for tokens in given]
+    executor = Executor(engine, ExecutorConfig(kv_cache_config=KvCacheConfig(snapshot_interval=8)))
+    for tokens, expected in zip(given, cold, strict=True):
+        executor.enqueue_request(Request(tokens, max_tokens=MAX_TOKENS, speculative=TREE))
+        decoded: list[int] = []
+        while responses := executor.await_responses():
+            decoded += [token for response in responses for token in response.token_ids]
+        assert decoded == expected
+    statistics = executor.latest_statistics()
+    assert statistics.snapshots_loaded > 0
+    assert statistics.cached_prompt_tokens >= 40
+
+
 def drive(ours: Any, theirs: Any, rounds: int) -> float:
-    """Random trees on both, paths through the middle committed; the furthest apart that logits
-    and committed states were."""
+    """Random trees on both, paths through the middle committed, and states on the way saved; the
+    furthest apart that logits, committed states and saved ones were."""
     rng, lengths, worst = random.Random(3), {0: 0, 2: 0}, 0.0
     for round_ in range(rounds):
         requests = []
@@ -99,14 +117,20 @@ def drive(ours: Any, theirs: Any, rounds: int) -> float:
         commits = []
         for at, tokens, parents in requests:
             row = len(tokens) - 1 if round_ == 0 else rng.randrange(len(tokens))
-            commits.append(_core.Commit(at, path_to(row, parents)))
-            lengths[at.slot] += len(commits[-1].rows)
+            path = path_to(row, parents)
+            # After the first row, one between and the last; of the other request once.
+            rows = sorted({1, 1 + len(path) // 2, len(path)})[: 3 if at.slot == 0 else 1]
+            saves = [_core.StateSave(n, 2 * at.slot + i) for i, n in enumerate(rows, 1)]
+            commits.append(_core.Commit(at, path, True, saves))
+            lengths[at.slot] += len(path)
         for engine in (ours, theirs):
             engine.commit(commits)
         assert set(ours._states.committed) == set(theirs._committed)
-        for name, state in ours._states.committed.items():
-            apart = (state[[0, 2]] - theirs._committed[name][[0, 2]]).abs()
-            worst = max(worst, float(apart.max()))
+        for snapshot in range(6):
+            for engine in (ours, theirs):
+                engine.load_state(snapshot, 1)
+            for name, state in ours._states.committed.items():
+                worst = max(worst, float((state - theirs._committed[name]).abs().max()))
     return worst
 
 

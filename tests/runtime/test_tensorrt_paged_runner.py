@@ -81,6 +81,20 @@ def test_pages_of_one_token() -> None:
     assert engine.capabilities().kv_layout == _core.KvLayout.PAGED
 
 
+def test_fp8_kv_loses_nothing() -> None:
+    """A row's own keys are rounded as those of the prefix are; the drafter's are not."""
+    options = read_options(ROOT / "configs" / "demo.yaml")
+    engine, _ = evaluated_engine(options, **SIZES | {"kv_cache": "fp8"})
+    target = {cache.dtype for name, cache in engine.caches.items() if name.startswith("model")}
+    assert target == {torch.float8_e4m3fn}
+    assert {c.dtype for c in engine.caches.values()} == {torch.float8_e4m3fn, torch.bfloat16}
+    given = prompts(2)
+    plain = decode(engine, [(prompt, PLAIN) for prompt in given])
+    assert all(len(tokens) == MAX_TOKENS for tokens in plain)
+    for speculative in (CHAIN, TREE):
+        assert decode(engine, [(prompt, speculative) for prompt in given]) == plain
+
+
 def test_two_ranks_decode_alike_and_lose_nothing() -> None:
     engines = evaluated_ranks(
         read_options(ROOT / "configs" / "demo.yaml"), 2, **SIZES | {"max_batch_size": 2}
@@ -90,12 +104,13 @@ def test_two_ranks_decode_alike_and_lose_nothing() -> None:
     assert tree == plain
 
 
-def test_the_commit_kernel_moves_every_layer() -> None:
+@pytest.mark.parametrize("kv_cache", ["float", "fp8"])
+def test_the_commit_kernel_moves_every_layer(kv_cache: str) -> None:
     """The kernel itself, interpreted, on the runner's memory: two requests, scattered pages."""
     engine, _ = evaluated_engine(
         read_options(ROOT / "configs" / "demo.yaml"),
         DeviceCommits(),
-        **SIZES | {"page_size": 2},
+        **SIZES | {"page_size": 2, "kv_cache": kv_cache},
     )
     one, other = _core.Sequence(5, 2, 0, [9, 3, 7, 1]), _core.Sequence(6, 0, 1, [4, 11, 2, 8])
     engine.step(
@@ -106,7 +121,7 @@ def test_the_commit_kernel_moves_every_layer() -> None:
             ]
         )
     )
-    caches = {name: cache for name, cache in engine.caches.items() if name.startswith("model")}
+    caches = {n: c.view(torch.uint8) for n, c in engine.caches.items() if n.startswith("model")}
     assert len(caches) == 12  # six layers' keys and values
     before = {name: cache.clone() for name, cache in caches.items()}
     commits = [_core.Commit(one, [0, 2, 3]), _core.Commit(other, [0, 2])]

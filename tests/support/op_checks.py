@@ -6,11 +6,12 @@ from trtree.build.network.network import Op
 
 
 def steps_apart(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """How many bf16 values lie between, element by element."""
+    """How many values of their type, bf16 or FP8, lie between, element by element."""
+    integer, magnitude = (torch.int16, 0x7FFF) if got.itemsize == 2 else (torch.int8, 0x7F)
 
     def order(x: torch.Tensor) -> torch.Tensor:
-        bits = x.contiguous().view(torch.int16).long()
-        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+        bits = x.contiguous().view(integer).long()
+        return torch.where(bits < 0, -(bits & magnitude), bits)
 
     return (order(got) - order(want)).abs()
 

@@ -18,11 +18,19 @@ from trtree.runtime.engines.cpu import load_cpu_engine
 class RandomEngines:
     """Engines under ``root`` by family and quantization; a drafter goes with each family.
 
-    ``families`` are config.json's; ``options`` are the build options of every engine, which a
-    call may change.
+    ``families`` are config.json's; ``calibrated_kv`` is what the caches of quantized targets are
+    calibrated for; ``options`` are the build options of every engine, which a call may change.
     """
 
-    def __init__(self, root: Path, families: Mapping[str, dict[str, Any]], **options: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        families: Mapping[str, dict[str, Any]],
+        *,
+        calibrated_kv: str | None = None,
+        **options: Any,
+    ) -> None:
+        self._calibrated_kv = calibrated_kv
         self._root = root
         self._families = families
         self._options = {"kv_tokens": 4096, "max_tree_budget": 128} | options
@@ -52,7 +60,8 @@ class RandomEngines:
 
     def _write_checkpoint(self, family: str, algorithm: str | None) -> Path:
         config = self._families[family]
-        return random_checkpoint(self._root / f"{family}.{algorithm}", config, algorithm=algorithm)
+        directory, kv_cache = self._root / f"{family}.{algorithm}", self._calibrated_kv
+        return random_checkpoint(directory, config, algorithm=algorithm, kv_cache=kv_cache)
 
     def _write_drafter(self, family: str) -> Path:
         return random_drafter(self._root / f"{family}.drafter", self._families[family])

@@ -19,8 +19,8 @@ CHAIN = SpeculativeConfig(DecodingMode.CHAIN)
 NO_EVICT = SchedulerConfig(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT)
 
 
-def tree(budget: int) -> SpeculativeConfig:
-    return SpeculativeConfig(DecodingMode.TREE, TreeKind.DYNAMIC, budget)
+def tree(budget: int, kind: TreeKind = TreeKind.DYNAMIC) -> SpeculativeConfig:
+    return SpeculativeConfig(DecodingMode.TREE, kind, budget)
 
 
 # For the toy engine: prompts that share beginnings of several lengths.

@@ -10,8 +10,6 @@ from trtree.runtime.executor import DecodingMode, Executor, Request, Speculative
 from trtree.runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAIN = SpeculativeConfig(DecodingMode.PLAIN)
-CHAIN = SpeculativeConfig(DecodingMode.CHAIN)
 TREE = SpeculativeConfig(DecodingMode.TREE, tree_budget=16)
 MAX_TOKENS = 16
 

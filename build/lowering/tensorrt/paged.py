@@ -91,7 +91,13 @@ def step_inputs(low: Lowering) -> list[Binding]:
 
 
 def step_outputs(low: Lowering) -> list[Binding]:
-    """Beside the graph's own: how many NaN each row's scores had, which the runner refuses."""
+    """Beside the graph's own: how many NaN each row's scores had, which the runner refuses.
+
+    Raises:
+        NetworkError: what was to be appended by its reader has none.
+    """
+    if unread := [*paged_of(low).pending]:
+        raise NetworkError(f"{unread[0]}: plugin attention appends what an op reads, and none does")
     counts = paged_of(low).nan_counts
     if not counts:
         return []

@@ -22,6 +22,14 @@ from trtree.plugins.tree_attention.kernels.attention import (
     TILE_ROWS,
     WORK_FIELDS,
 )
+from trtree.plugins.tree_attention.kernels.softmax import (
+    accumulate,
+    finished,
+    nothing_yet,
+    tail_begin,
+    tail_visible,
+    whole_blocks,
+)
 
 
 @triton.jit
@@ -70,9 +78,7 @@ def latent_tree_attention_kernel(
     q_rope = _load_part(queries, live, VALUE_DIM, ROPE_DIM, DOT_DTYPE)
 
     acc = tl.zeros([BLOCK_M, triton.next_power_of_2(VALUE_DIM)], tl.float32)
-    # Finite, so that a row that has seen nothing yet never subtracts -inf from -inf.
-    top = tl.full([BLOCK_M], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    top, total = nothing_yet(BLOCK_M)
 
     if SELECTED:
         chosen = selection + tile_row.to(tl.int64) * selection_width
@@ -85,10 +91,10 @@ def latent_tree_attention_kernel(
             rope = _load_part(keys, inside, VALUE_DIM, ROPE_DIM, DOT_DTYPE)
             scores = _scores(q_latent, q_rope, latent, rope) * SCALE_LOG2
             scores = tl.where(inside[None, :], scores, float("-inf"))
-            acc, top, total = _accumulate(acc, top, total, scores, latent)
+            acc, top, total = accumulate(acc, top, total, scores, latent)
     else:
         # The committed prefix, whole blocks: no mask.
-        whole_end = begin + tl.maximum(tl.minimum(end, prefix) - begin, 0) // BLOCK_N * BLOCK_N
+        whole_end = whole_blocks(begin, end, prefix, BLOCK_N)
         column = tl.arange(0, BLOCK_N)
         for start in range(begin, whole_end, BLOCK_N):
             slot = start + column
@@ -97,32 +103,23 @@ def latent_tree_attention_kernel(
             latent = _load_part(keys, inside, 0, VALUE_DIM, DOT_DTYPE)
             rope = _load_part(keys, inside, VALUE_DIM, ROPE_DIM, DOT_DTYPE)
             scores = _scores(q_latent, q_rope, latent, rope) * SCALE_LOG2
-            acc, top, total = _accumulate(acc, top, total, scores, latent)
+            acc, top, total = accumulate(acc, top, total, scores, latent)
 
-        # The rest of the prefix and the step's own rows, in blocks of 32 keys that start a
-        # multiple of 32 away from the first tree row: one mask word per row each.
-        bit = tl.arange(0, 32)
-        before = tl.maximum(prefix - whole_end, 0)
-        behind = tl.maximum(whole_end - prefix, 0)  # > 0: the range begins among the rows
-        first = prefix - tl.cdiv(before, 32) * 32 + behind // 32 * 32
+        # The rest of the prefix and the step's own rows, by packed mask.
+        first = tail_begin(prefix, whole_end)
         words = packed_mask + row.to(tl.int64) * mask_words
         for start in tl.range(first, end, 32, num_stages=2):
-            slot = start + bit
+            slot = start + tl.arange(0, 32)
             inside = (slot >= whole_end) & (slot < end)
             keys = _latent_rows(cache, pages, slot, inside, PAGE_SIZE, DIM)
             latent = _load_part(keys, inside, 0, VALUE_DIM, DOT_DTYPE)
             rope = _load_part(keys, inside, VALUE_DIM, ROPE_DIM, DOT_DTYPE)
             scores = _scores(q_latent, q_rope, latent, rope) * SCALE_LOG2
-            first_bit = start - prefix + tl.zeros([BLOCK_M], tl.int32)
-            word = tl.load(words + first_bit // 32, mask=live & (first_bit >= 0), other=-1)
-            visible = inside[None, :] & (((word[:, None] >> bit[None, :]) & 1) == 1)
+            visible = tail_visible(words, live, start, prefix, inside)
             scores = tl.where(visible, scores, float("-inf"))
-            acc, top, total = _accumulate(acc, top, total, scores, latent)
+            acc, top, total = accumulate(acc, top, total, scores, latent)
 
-    # A row that saw none of this item's keys leaves zeros with weight exp2(-inf).
-    seen = total > 0
-    divisor = tl.where(seen, total, 1.0)
-    lse = tl.where(seen, top + tl.log2(divisor), float("-inf"))
+    divisor, lse = finished(top, total)
     partial = (item * blocks + block) * BLOCK_M + lane
     tl.store(partial_lse + partial, lse, mask=live)
     value = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
@@ -153,14 +150,3 @@ def _load_part(rows, inside, FIRST: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.
 def _scores(q_latent, q_rope, latent, rope):
     scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
     return tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
-
-
-@triton.jit
-def _accumulate(acc, top, total, scores, values):
-    """One step of the online softmax (Milakov & Gimelshein, arXiv 1805.02867), in base 2."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_top[:, None])
-    keep = tl.exp2(top - new_top)
-    total = total * keep + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
-    return acc, new_top, total

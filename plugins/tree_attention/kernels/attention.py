@@ -12,6 +12,15 @@ The argument order (inputs, integers, outputs) is the one TensorRT gives a plugi
 import triton
 import triton.language as tl
 
+from trtree.plugins.tree_attention.kernels.softmax import (
+    accumulate,
+    finished,
+    nothing_yet,
+    tail_begin,
+    tail_visible,
+    whole_blocks,
+)
+
 # The fields of a work item, int32 each.
 REQUEST = tl.constexpr(0)
 TILE_ROW = tl.constexpr(1)  # first row of the tile, of all rows of the step
@@ -85,14 +94,12 @@ def tree_attention_kernel(
         oldest = tl.full([BLOCK_M], -1, tl.int32)
 
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-    # Finite, so that a row that has seen nothing yet never subtracts -inf from -inf.
-    top = tl.full([BLOCK_M], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    top, total = nothing_yet(BLOCK_M)
     head_offset = kv_head * HEAD_DIM
     row_stride = kv_heads * HEAD_DIM
 
     # The committed prefix, whole blocks: no mask. A prefix slot's position is its number.
-    whole_end = begin + tl.maximum(tl.minimum(end, prefix) - begin, 0) // BLOCK_N * BLOCK_N
+    whole_end = whole_blocks(begin, end, prefix, BLOCK_N)
     column = tl.arange(0, BLOCK_N)
     for start in range(begin, whole_end, BLOCK_N):
         slot = start + column
@@ -104,27 +111,20 @@ def tree_attention_kernel(
             # Compared as columns, which are known at compile time, to spare registers.
             scores = tl.where(column[None, :] > (oldest - start)[:, None], scores, float("-inf"))
         values = _load_kv(v_cache, offset, inside, HEAD_DIM, DOT_DTYPE, True)
-        acc, top, total = _accumulate(acc, top, total, scores, values)
+        acc, top, total = accumulate(acc, top, total, scores, values)
 
-    # The rest of the prefix and the step's own rows, by packed mask. Blocks of 32 keys that
-    # start a multiple of 32 away from the first tree row take one mask word per row each;
-    # those before the tree take all ones.
-    bit = tl.arange(0, 32)
-    before = tl.maximum(prefix - whole_end, 0)
-    behind = tl.maximum(whole_end - prefix, 0)  # > 0: the range begins among the step's rows
-    first = prefix - tl.cdiv(before, 32) * 32 + behind // 32 * 32
+    # The rest of the prefix and the step's own rows, by packed mask.
+    first = tail_begin(prefix, whole_end)
     words = packed_mask + row.to(tl.int64) * mask_words
     for start in tl.range(first, end, 32, num_stages=TAIL_STAGES):
-        slot = start + bit
+        slot = start + tl.arange(0, 32)
         tree_row = slot - prefix
         inside = (slot >= whole_end) & (slot < end)
         offset = _kv_offsets(pages, slot, inside, head_offset, row_stride, PAGE_SIZE, False)
         keys = _load_kv(k_cache, offset, inside, HEAD_DIM, DOT_DTYPE, False)
         scores = tl.dot(q_tile, tl.trans(keys), input_precision="ieee") * scale
         in_tree = tree_row >= 0  # alike for the whole block
-        first_bit = start - prefix + tl.zeros([BLOCK_M], tl.int32)
-        word = tl.load(words + first_bit // 32, mask=live & (first_bit >= 0), other=-1)
-        visible = inside[None, :] & (((word[:, None] >> bit[None, :]) & 1) == 1)
+        visible = tail_visible(words, live, start, prefix, inside)
         if WINDOW > 0:
             own = positions + segment_row + tree_row
             position = tl.load(own, mask=inside & in_tree, other=0)
@@ -132,15 +132,12 @@ def tree_attention_kernel(
             visible &= position[None, :] > oldest[:, None]
         scores = tl.where(visible, scores, float("-inf"))
         values = _load_kv(v_cache, offset, inside, HEAD_DIM, DOT_DTYPE, False)
-        acc, top, total = _accumulate(acc, top, total, scores, values)
+        acc, top, total = accumulate(acc, top, total, scores, values)
 
-    # A row that saw none of this item's keys leaves zeros with weight exp2(-inf).
-    seen = total > 0
-    divisor = tl.where(seen, total, 1.0)
+    divisor, lse = finished(top, total)
     out = acc / divisor[:, None]
     if FP8:
         out *= tl.load(v_scale + kv_head)
-    lse = tl.where(seen, top + tl.log2(divisor), float("-inf"))
     partial = (item * kv_heads + kv_head) * BLOCK_M + lane
     tl.store(partial_lse + partial, lse, mask=live)
     tl.store(
@@ -174,14 +171,3 @@ def _load_kv(
     else:
         mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
         return tl.load(pointers, mask=mask, other=0.0).to(DTYPE)
-
-
-@triton.jit
-def _accumulate(acc, top, total, scores, values):
-    """One step of the online softmax (Milakov & Gimelshein, arXiv 1805.02867), in base 2."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_top[:, None])
-    keep = tl.exp2(top - new_top)
-    total = total * keep + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
-    return acc, new_top, total

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from dequantized import dequantized_by_modelopt
-from modelopt_cpu import on_cpu
 from trtree.build.checkpoint import Checkpoint
 from trtree.build.lowering import reference_weights
 from trtree.build.lowering.reference import StepContext
 from trtree.build.lowering.weights import plan_weights
+from trtree.build.modelopt_cpu import on_cpu
 from trtree.build.network.graph import Graph
 from trtree.build.source import CheckpointSource
 from trtree.plugins.nvfp4_linear import format as nvfp4
@@ -233,6 +233,15 @@ def test_svdquant(export: Export, mtq: Any, tmp_path: Path) -> None:
         got = by_the_reference(checkpoint, module, x, tmp_path / module)
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
     checkpoint.check_coverage({n.rpartition(".")[0] for n in checkpoint.names()})
+
+
+def test_svdquant_may_skip_modules(export: Export, mtq: Any) -> None:
+    """ModelOpt says that they are NVFP4_SVD too."""
+    config = on_cpu(mtq.NVFP4_SVDQUANT_DEFAULT_CFG, rank=8)
+    config["algorithm"] |= {"skip_layers": ["*down_proj"]}
+    checkpoint = export("Qwen3", config)
+    check(checkpoint, [*ATTENTION, *MLP[:2]], "NVFP4_SVD")
+    check(checkpoint, MLP[2:], "NVFP4")
 
 
 def by_the_reference(

@@ -160,6 +160,11 @@ def test_known_algorithms_are_refused_by_name(read: Read, algorithm: str) -> Non
         (None, {"quant_method": "awq", "bits": 4}, "quant_method 'awq' is not supported"),
         (None, {"bits": 4}, "quant_method None is not supported"),
         (None, [1], "must be an object"),
+        (
+            None,
+            inline(config_groups={"group_0": {"weights": 128}}),
+            "config_groups.group_0.weights must be an object, not 128",
+        ),
         (None, inline(config_groups=[1]), "config_groups must be an object of objects"),
         (None, inline(kv_cache_scheme={"num_bits": 4}), "kv_cache_scheme .* is not known"),
         (sidecar(exclude_modules="lm_head"), None, "must be a list of module names"),

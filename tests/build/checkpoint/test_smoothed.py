@@ -134,6 +134,15 @@ def test_factors(problem: Callable[..., str], change: Any, named: str) -> None:
     assert named in problem("svd", change)
 
 
+def test_a_checkpoint_without_any_factors(problem: Callable[..., str]) -> None:
+    def strip(tensors: StateDict) -> None:
+        for name in [n for n in tensors if LORA in n or n.endswith("pre_quant_scale")]:
+            del tensors[name]
+
+    expected = "says NVFP4_SVD, but no module has a tensor svdquant_lora_a"
+    assert expected in problem("svd", strip)
+
+
 def test_factors_of_experts(problem: Callable[..., str]) -> None:
     change = at_17(f"{EXPERT}.up_proj.{LORA}a", 3.0)
     expected = f"{EXPERT}.up_proj has another svdquant_lora_a than {EXPERT}.gate_proj"

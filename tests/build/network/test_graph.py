@@ -333,7 +333,8 @@ def test_head_linear_stores_one_dense_weight_for_both_parts() -> None:
     assert (weight.kind, weight.dtype, weight.shape) == ("dense", "float32", (160, 32))
     with pytest.raises(NetworkError, match="heads of 16, its value part takes 32"):
         g.head_linear("kv_b_proj", q, "value", **sizes)
-    scaled = graph(kv_b_proj=replace(quantized, pre_quant_scale="s"))
+    # What scales its input becomes part of it.
+    scaled = graph(kv_b_proj=replace(quantized, pre_quant_scale="s", low_rank=LowRank(8, "a")))
     x = scaled.input("q", ("rows", 4, 16), "float32")
-    with pytest.raises(NetworkError, match="pre_quant_scale is not supported"):
-        scaled.head_linear("kv_b_proj", x, "key", **sizes)
+    scaled.head_linear("kv_b_proj", x, "key", **sizes)
+    assert scaled.network.weights == g.network.weights

@@ -21,6 +21,7 @@ from trtree.plugins.mla_attention.tiles import LatentTile
 from trtree.plugins.sparse_indexer import launch as indexer
 from trtree.plugins.sparse_indexer.kernels import scores, top_k
 from trtree.plugins.sparse_indexer.tiles import IndexTile
+from trtree.plugins.tree_attention.kernels import softmax
 
 CPU = torch.device("cpu")
 CASE = LatentCase(rows=36, context=40, heads=2, index_heads=2, top_k=8, dtype=torch.float16)
@@ -38,9 +39,16 @@ class Fault:
 
 
 FAULTS = [
-    Fault("mask one bit off", attention, ">> bit[None, :]", ">> (bit[None, :] ^ 1)", CASE, "lat"),
-    Fault("one mask word", attention, "first_bit // 32", "first_bit * 0", CASE, "lat"),
-    Fault("prefix one longer", attention, "first = prefix -", "first = prefix + 1 -", CASE, "lat"),
+    Fault("mask one bit off", softmax, ">> bit[None, :]", ">> (bit[None, :] ^ 1)", CASE, "lat"),
+    Fault("one mask word", softmax, "first_bit // 32", "first_bit * 0", CASE, "lat"),
+    Fault(
+        "prefix one longer",
+        attention,
+        "tl.load(field + PREFIX)",
+        "(tl.load(field + PREFIX) + 1)",
+        CASE,
+        "lat",
+    ),
     Fault(
         "the selection ignored",
         attention,
@@ -88,11 +96,13 @@ FAULTS = [
     Fault("ties to nobody", top_k, "before < need", "before < need - 1", FEW, "selection"),
     Fault("every tie taken", top_k, "before < need", "before >= 0", FEW, "selection"),
 ]
+# Who uses a faulty module, and what to take from it.
 KERNELS = {
-    append: (launch, "latent_append_kernel"),
-    attention: (launch, "latent_tree_attention_kernel"),
-    scores: (indexer, "index_scores_kernel"),
-    top_k: (indexer, "index_top_k_kernel"),
+    append: (launch, ("latent_append_kernel",)),
+    attention: (launch, ("latent_tree_attention_kernel",)),
+    softmax: (attention, ("accumulate", "tail_begin", "tail_visible")),
+    scores: (indexer, ("index_scores_kernel",)),
+    top_k: (indexer, ("index_top_k_kernel",)),
 }
 
 
@@ -116,9 +126,10 @@ def run(case: LatentCase, module: ModuleType | None) -> None:
 def test_a_planted_fault_is_caught(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where, kernel = KERNELS[fault.module]
+    where, names = KERNELS[fault.module]
     faulty = plant(fault.module, fault.old, fault.new, tmp_path)
-    monkeypatch.setattr(where, kernel, getattr(faulty, kernel))
+    for name in names:
+        monkeypatch.setattr(where, name, getattr(faulty, name))
     with pytest.raises(AssertionError, match=fault.message) as failure:
         run(fault.case, fault.module)
     print(f"{fault.name}: {failure.value}")

@@ -7,6 +7,7 @@ import pytest
 import tensorrt_rtx as trt
 import torch
 
+from implied_weights import ImpliedWeights
 from network_evaluator import NetworkEvaluator
 from planted import plant
 from routes import ROUTES, check_route
@@ -14,22 +15,16 @@ from trtree.build.lowering.tensorrt import experts
 from trtree.build.lowering.tensorrt.lower import lower
 from trtree.build.lowering.tensorrt.ops import OPS
 from trtree.build.lowering.tensorrt.weights import Encoding
-from trtree.build.network.graph import Graph, WeightInfo
-from trtree.build.network.network import Owner
+from trtree.build.network.graph import Graph
 from trtree.plugins.moe import reference
 from trtree.plugins.moe.contract import Routing
 
 KEEP: list[Any] = []  # builders have to outlive what they built
 
 
-class Implied:
-    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
-        return WeightInfo("dense", implied, "float32")
-
-
 def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> torch.Tensor:
     """[rows, experts] as two requests of half the rows, or one."""
-    g = Graph("target", Implied())
+    g = Graph("target", ImpliedWeights())
     x = g.input("logits", ("rows", routing.experts), "float32")
     weights = g.route("route", x, routing, correction_bias=None if bias is None else "bias")
     g.output("weights", weights)

@@ -72,7 +72,7 @@ def assert_fits(kernels: list[dict[str, Any]]) -> None:
         assert list(row) == FIELDS
         assert row["shared_limit"] == SHARED_LIMIT[row["sm"]]
         assert row["shared_bytes"] <= row["shared_limit"], row
-        assert 16 <= row["registers"] <= 255, row
+        assert 8 <= row["registers"] <= 255, row
 
 
 def test_sm120_head_128_fits_without_spills(sm120: list[dict[str, Any]]) -> None:
@@ -85,8 +85,8 @@ def test_sm120_head_128_fits_without_spills(sm120: list[dict[str, Any]]) -> None
 
 
 @pytest.mark.full
-def test_every_kernel_fits_every_sm(cache: Path) -> None:
-    kernels = report(cache=cache)
+def test_every_kernel_fits_every_sm(tmp_path: Path) -> None:
+    kernels = report(cache=tmp_path)
     assert_fits(kernels)
     assert {row["sm"] for row in kernels} == {80, 89, 90, 100, 120}
     assert {row["head_dim"] for row in kernels} == {64, 128, 192, 256, None}

@@ -19,7 +19,7 @@ from trtree.plugins.tree_attention.device_checks import (
     check_attention,
     check_commit,
 )
-from trtree.plugins.tree_attention.kernels import append, attention, combine, commit
+from trtree.plugins.tree_attention.kernels import append, attention, combine, commit, softmax
 from trtree.plugins.tree_attention.tiles import attention_tile
 
 CPU = torch.device("cpu")
@@ -69,27 +69,28 @@ class Fault:
 
 
 FAULTS = [
-    Fault("mask one bit off", attention, ">> bit[None, :]", ">> (bit[None, :] ^ 1)", CASE, "att"),
+    Fault("mask one bit off", softmax, ">> bit[None, :]", ">> (bit[None, :] ^ 1)", CASE, "att"),
     Fault(
         "mask one row off", attention, "row.to(tl.int64) * mask", "(row + 1) * mask", CASE, "att"
     ),
-    Fault("one mask word per row", attention, "first_bit // 32", "first_bit * 0", CASE, "att"),
+    Fault("one mask word per row", softmax, "first_bit // 32", "first_bit * 0", CASE, "att"),
     Fault(
         "prefix one token longer",
         attention,
-        "first = prefix -",
-        "prefix += 1\n    first = prefix -",
+        "tl.load(field + PREFIX)",
+        "(tl.load(field + PREFIX) + 1)",
         CASE,
         "att",
     ),
     Fault(
         "prefix one token shorter",
         attention,
-        "before = tl.max",
-        "prefix -= 1\n    before = tl.max",
+        "tl.load(field + PREFIX)",
+        "(tl.load(field + PREFIX) - 1)",
         CASE,
         "att",
     ),
+    Fault("sums not shrunk", softmax, "total = total * keep", "total = total", LONG, "att"),
     Fault(
         "window by slot",
         attention,
@@ -137,11 +138,13 @@ FAULTS = [
         "att",
     ),
 ]
-RUNS: dict[ModuleType, tuple[str, Callable[[AttentionCase], None]]] = {
-    append: ("tree_kv_append_kernel", run_append),
-    attention: ("tree_attention_kernel", run_attention),
-    combine: ("tree_attention_combine_kernel", run_attention),
-    commit: ("tree_kv_commit_kernel", run_commit),
+# What to take from a faulty module, who uses it, and the checks.
+RUNS: dict[ModuleType, tuple[tuple[str, ...], ModuleType, Callable[[AttentionCase], None]]] = {
+    append: (("tree_kv_append_kernel",), launch, run_append),
+    attention: (("tree_attention_kernel",), launch, run_attention),
+    combine: (("tree_attention_combine_kernel",), launch, run_attention),
+    commit: (("tree_kv_commit_kernel",), launch, run_commit),
+    softmax: (("accumulate", "tail_begin", "tail_visible"), attention, run_attention),
 }
 
 
@@ -149,9 +152,10 @@ RUNS: dict[ModuleType, tuple[str, Callable[[AttentionCase], None]]] = {
 def test_a_planted_fault_is_caught(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel, run = RUNS[fault.module]
+    names, user, run = RUNS[fault.module]
     faulty = plant(fault.module, fault.old, fault.new, tmp_path)
-    monkeypatch.setattr(launch, kernel, getattr(faulty, kernel))
+    for name in names:
+        monkeypatch.setattr(user, name, getattr(faulty, name))
     with pytest.raises(AssertionError, match=fault.message) as failure:
         run(fault.case)
     print(f"{fault.name}: {failure.value}")

@@ -1,6 +1,8 @@
 """The evaluator's plugin layers against the kernels themselves, interpreted: so that networks
 with plugins are not judged by a misreading of work items, tables or masks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,6 @@ from plugin_layers import plugin_layer
 from trtree.plugins.tensorrt_plugin import PluginLayer
 from trtree.plugins.tree_attention import launch
 from trtree.plugins.tree_attention.cases import AttentionCase, assert_rounded, make_inputs
-from trtree.plugins.tree_attention.contract import PagedKv
 from trtree.plugins.tree_attention.device_checks import cache_to, check_append
 from trtree.plugins.tree_attention.plan import plan_attention, row_tables
 from trtree.plugins.tree_attention.specs import LayerConfig
@@ -30,12 +31,14 @@ CASE = AttentionCase(
 )
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_plugin_layers_are_the_kernels(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "fp8"), [(None, False), (7, False), (None, True)])
+def test_plugin_layers_are_the_kernels(window: int | None, fp8: bool) -> None:
     """Two requests, the longer prefix cut in two, an idle work item, rows of nobody's."""
-    inputs = make_inputs(CASE)
+    inputs = make_inputs(replace(CASE, fp8_kv=fp8))
     rows, padding = len(inputs.q), 3
-    config = LayerConfig(64, 2, 4, 16, CASE.rows, CASE.scale, 64, window=window)
+    config = LayerConfig(
+        64, 2, 4, 16, CASE.rows, CASE.scale, 64, window=window, kv_dtype=inputs.cache.k.dtype
+    )
     layer = PluginLayer(config, 120).to_json()
     tile = attention_tile(120, 64, CASE.rows, 4)
     tables = row_tables(inputs.segments, rows + padding)
@@ -61,8 +64,8 @@ def test_plugin_layers_are_the_kernels(window: int | None) -> None:
         "slots": tables.slots,
         "requests": tables.requests,
         "page_table": tables.page_table,
-        "k_scale": torch.ones(2),
-        "v_scale": torch.ones(2),
+        "k_scale": inputs.cache.k_scale if fp8 else torch.ones(2),
+        "v_scale": inputs.cache.v_scale if fp8 else torch.ones(2),
         "k_cache_in": got.k,
         "v_cache_in": got.v,
         "packed_mask": padded(inputs.packed_mask, padding),
@@ -74,10 +77,11 @@ def test_plugin_layers_are_the_kernels(window: int | None) -> None:
         known |= dict(zip(plugin.output_names, results, strict=True))
         known["q"] = known["q_out"]
     assert torch.isnan(known["q_out"][rows:]).all()
-    assert torch.equal(got.v, cache.v)
+    assert torch.equal(got.v.float(), cache.v.float())
     for ours, kernels in ((known["q_out"][:rows], q), (got.k, cache.k)):
-        assert (ours != kernels).double().mean() < 1e-3
-        torch.testing.assert_close(ours, kernels, rtol=2**-7, atol=0)
+        assert (ours.float() != kernels.float()).double().mean() < 1e-3
+        step = 2**-3 if ours.dtype == torch.float8_e4m3fn else 2**-7
+        torch.testing.assert_close(ours.float(), kernels.float(), rtol=step, atol=0)
 
     out, lse = launch.tree_attention(
         padded(known["q_out"][:rows], padding),
@@ -85,7 +89,7 @@ def test_plugin_layers_are_the_kernels(window: int | None) -> None:
         known["positions"],
         plan,
         tables.page_table,
-        PagedKv(got.k, got.v),
+        got,
         tile,
         scale=CASE.scale,
         window=window,

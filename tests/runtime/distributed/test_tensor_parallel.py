@@ -131,7 +131,23 @@ def test_every_number_of_ranks_gives_the_same_bits(
     assert one == four
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", None])
+def with_a_drafter(
+    root: Path, config: dict[str, Any], algorithm: str | None, drafter_sizes: dict[str, int]
+) -> Callable[[int], Path]:
+    """Engines of random weights by number of ranks."""
+    target = random_checkpoint(root / "target", config, algorithm=algorithm)
+    drafter = random_drafter(root / "drafter", config, **drafter_sizes)
+
+    def built(tp: int) -> Path:
+        options = BuildOptions(
+            checkpoint=target, drafter=drafter, output=root / f"tp{tp}", kv_tokens=512, tp=tp
+        )
+        return builder.write(builder.describe(options))
+
+    return built
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "NVFP4_SVD", None])
 @pytest.mark.parametrize(
     "config",
     [
@@ -147,15 +163,7 @@ def test_experts_and_a_drafter_on_every_number_of_ranks(
 ) -> None:
     sizes = {"num_key_value_heads": 4, "intermediate_size": 128}
     described = config(moe_intermediate_size=64, vocab_size=81, **sizes)
-    target = random_checkpoint(tmp_path / "target", described, algorithm=algorithm)
-    drafter = random_drafter(tmp_path / "drafter", described, **sizes)
-
-    def built(tp: int) -> Path:
-        options = BuildOptions(
-            checkpoint=target, drafter=drafter, output=tmp_path / f"tp{tp}", kv_tokens=512, tp=tp
-        )
-        return builder.write(builder.describe(options))
-
+    built = with_a_drafter(tmp_path, described, algorithm, sizes)
     one, two, four = (transcript(load(built(tp)), 81) for tp in (1, 2, 4))
     assert len(one) == (8 if "linear_num_key_heads" in described else 7)
     assert one == two
@@ -171,15 +179,7 @@ def test_what_does_not_divide_evenly_is_divided_by_blocks(
     numbers of blocks."""
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 208}
     described = config(moe_intermediate_size=144, vocab_size=137, **sizes)
-    target = random_checkpoint(tmp_path / "target", described, algorithm=algorithm)
-    drafter = random_drafter(tmp_path / "drafter", described, **sizes)
-
-    def built(tp: int) -> Path:
-        options = BuildOptions(
-            checkpoint=target, drafter=drafter, output=tmp_path / f"tp{tp}", kv_tokens=512, tp=tp
-        )
-        return builder.write(builder.describe(options))
-
+    built = with_a_drafter(tmp_path, described, algorithm, sizes)
     one = transcript(load(built(1)), 137)
     for tp in (2, 4, 8):
         assert transcript(load(built(tp)), 137) == one, tp

@@ -9,7 +9,6 @@ from openai import OpenAI
 
 from engines import DEMO_PROMPTS
 from server import ServerProcess
-from trtree.runtime.executor import Request
 from trtree.runtime.session import Session
 
 PROMPTS = (*DEMO_PROMPTS[:2], "The ☃ of")
@@ -18,23 +17,6 @@ PROMPTS = (*DEMO_PROMPTS[:2], "The ☃ of")
 @pytest.fixture
 def client(server: ServerProcess) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def expected(demo_session: Callable[..., Session]) -> Callable[..., str]:
-    """What the engine continues a prompt with, plain and alone."""
-    session = demo_session()
-
-    def generate(prompt: str, max_tokens: int) -> str:
-        request = Request(
-            session.tokenizer.encode(prompt),
-            max_tokens,
-            session.stop_token_ids,
-            speculative=session.speculative_config("plain"),
-        )
-        return session.tokenizer.decode(session.complete(request).token_ids)
-
-    return generate
 
 
 @pytest.mark.parametrize(

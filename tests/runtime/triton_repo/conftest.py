@@ -8,8 +8,6 @@ import pytest
 
 from engines import ROOT
 from tritonserver import TritonServer
-from trtree.runtime.executor import Request
-from trtree.runtime.session import Session
 from trtree.runtime.triton_repo.repository import write_repository
 from trtree.runtime.triton_repo.settings import EngineSettings
 
@@ -60,20 +58,3 @@ def single_server(
     names = ["trtree", "ensemble", "tensorrt_llm_bls"]
     with TritonServer(triton_environment, models, folder / "log", models=names) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def expected(demo_session: Callable[..., Session]) -> Callable[..., str]:
-    """What the engine continues a prompt with, plain and alone."""
-    session = demo_session()
-
-    def generate(prompt: str, max_tokens: int) -> str:
-        request = Request(
-            session.tokenizer.encode(prompt),
-            max_tokens,
-            session.stop_token_ids,
-            speculative=session.speculative_config("plain"),
-        )
-        return session.tokenizer.decode(session.complete(request).token_ids)
-
-    return generate

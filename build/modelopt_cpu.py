@@ -1,7 +1,8 @@
 """ModelOpt's calibrations that look at rounded outputs (AWQ, SVDQuant), on a CPU.
 
-Their kernel for rounding to NVFP4 asks for CUDA; quantizers may name another backend, and this
-one rounds by the written definition. Search, smoothing, factors and export are ModelOpt's own.
+Its kernel that rounds to NVFP4 and back needs CUDA; but a quantizer may name another backend,
+and this one rounds by the format's definition. Search, smoothing, factors and export stay
+ModelOpt's own.
 """
 
 import copy
@@ -37,6 +38,8 @@ def on_cpu(
 def rounded(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
     """x rounded to NVFP4 and back, by the quantizer's largest magnitude."""
     amax = x.abs().amax() if quantizer.amax is None else quantizer.amax.amax()
+    if amax == 0:
+        return torch.zeros_like(x)
     scale = amax.float() / (nvfp4.E2M1_MAX * nvfp4.E4M3_MAX)
     rows = nvfp4.quantize_rows(x.reshape(-1, x.shape[-1]).float(), scale)
     step = (rows.block_scale * scale).repeat_interleave(nvfp4.BLOCK, dim=-1)
