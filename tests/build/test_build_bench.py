@@ -72,7 +72,7 @@ def test_a_killed_conversion_is_resumed(
     result = json.loads(capsys.readouterr().out)
     assert 0 < result["kept_bytes"] < result["engine_bytes"]
     assert result["discarded_bytes"] >= 0
-    assert result["peak_anonymous_bytes"] > 0
+    assert result["peak_anonymous_bytes"] < 32 << 20  # no more than a few pieces of the file
     assert result["written_bytes"] == result["engine_bytes"] - result["kept_bytes"]
     assert list(work.iterdir()) == []
 

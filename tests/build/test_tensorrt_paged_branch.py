@@ -40,6 +40,19 @@ def test_every_op_of_a_target(hybrid: Pair, kind: str) -> None:
     assert checked >= {"causal_conv", "gated_delta_net", "sigmoid_mul", "split", "tree_attention"}
 
 
+def test_every_op_over_fp8_kv(tmp_path: Path) -> None:
+    """The layer that attends; state that branches is kept as it was."""
+    config = hybrid_config("Qwen3_5ForCausalLM", **SIZES)
+    description = tiny(tmp_path, config, max_seq_len=400, kv_cache="fp8")
+    pair = pairs_of(description, tmp_path / "reference")["target"]
+    kept = {
+        b.name.rpartition("attn.")[2]: b.dtype for b in pair.lowered.inputs if "attn." in b.name
+    }
+    fp8 = "float8_e4m3fn"
+    assert kept == {"conv": "bfloat16", "recurrent": "float32", "kv.k": fp8, "kv.v": fp8}
+    assert "tree_attention" in check_ops(pair, pair.batch("tree"))
+
+
 @pytest.mark.parametrize("kind", ["prefill", "tree"])
 def test_a_whole_target(hybrid: Pair, kind: str) -> None:
     got, want = whole(hybrid, kind)

@@ -12,7 +12,8 @@ from evaluated_engine import ReferenceCommits, evaluated_engine
 from plugin_network import PluginBuilder, plugins
 from random_glm5 import glm5_config
 from random_hybrid import hybrid_config
-from runner_checks import MAX_TOKENS, PLAIN, TREE, decode, prompts
+from request_mixes import PLAIN
+from runner_checks import MAX_TOKENS, TREE, decode, prompts
 from trtree import _core
 from trtree.build import builder
 from trtree.build.engine_dir import EngineDir

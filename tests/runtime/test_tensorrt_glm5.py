@@ -11,7 +11,8 @@ from evaluated_engine import evaluated_engine, evaluated_ranks
 from planted import plant
 from random_drafter import random_drafter
 from random_glm5 import glm5_config
-from runner_checks import CHAIN, PLAIN, TREE, decode, on_all_ranks
+from request_mixes import CHAIN, PLAIN
+from runner_checks import TREE, decode, on_all_ranks
 from steps import path_to, random_tree, run_rows
 from trtree import _core
 from trtree.build.lowering.tensorrt import backend, latent, ops

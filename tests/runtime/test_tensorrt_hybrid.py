@@ -15,7 +15,8 @@ from engines import random_checkpoint
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
 from random_drafter import random_drafter
 from random_hybrid import hybrid_config
-from runner_checks import CHAIN, PLAIN, TREE, decode, on_all_ranks
+from request_mixes import CHAIN, PLAIN
+from runner_checks import TREE, decode, on_all_ranks
 from steps import path_to, random_tree, run_rows
 from trtree import _core
 from trtree.build import builder

@@ -14,7 +14,8 @@ from engines import random_checkpoint
 from evaluated_engine import evaluated_engine, evaluated_ranks
 from random_drafter import random_drafter
 from random_glm5 import glm5_config
-from runner_checks import CHAIN, MAX_TOKENS, PLAIN, TREE, decode, on_all_ranks
+from request_mixes import CHAIN, PLAIN
+from runner_checks import MAX_TOKENS, TREE, decode, on_all_ranks
 from steps import path_to, random_tree, run_rows
 from trtree import _core
 from trtree.build.options import BuildOptions

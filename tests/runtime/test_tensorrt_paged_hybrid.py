@@ -17,7 +17,8 @@ from evaluated_engine import ReferenceCommits, evaluated_engine, evaluated_ranks
 from lowered import describe
 from random_drafter import random_drafter
 from random_hybrid import hybrid_config
-from runner_checks import CHAIN, MAX_TOKENS, PLAIN, TREE, decode, on_all_ranks
+from request_mixes import CHAIN, PLAIN
+from runner_checks import MAX_TOKENS, TREE, decode, on_all_ranks
 from steps import path_to, random_tree, run_rows
 from trtree import _core
 from trtree.build import builder

@@ -9,17 +9,8 @@ import torch
 
 from engines import DEMO_VOCAB
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
-from runner_checks import (
-    CHAIN,
-    MAX_TOKENS,
-    PLAIN,
-    ROOT,
-    TREE,
-    decode,
-    decode_counting,
-    on_all_ranks,
-    prompts,
-)
+from request_mixes import CHAIN, PLAIN
+from runner_checks import MAX_TOKENS, ROOT, TREE, decode, decode_counting, on_all_ranks, prompts
 from trtree import _core
 from trtree.build.options import read_options
 from trtree.runtime.engines.tensorrt_commits import DeviceCommits

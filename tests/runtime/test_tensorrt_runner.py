@@ -13,17 +13,8 @@ from engines import DEMO_VOCAB, random_checkpoint
 from evaluated_engine import EvaluatedExecutable, evaluated_engine, evaluated_ranks
 from random_drafter import random_drafter
 from random_moe import glm4_moe_config
-from runner_checks import (
-    CHAIN,
-    MAX_TOKENS,
-    PLAIN,
-    ROOT,
-    TREE,
-    decode,
-    decode_counting,
-    on_all_ranks,
-    prompts,
-)
+from request_mixes import CHAIN, PLAIN
+from runner_checks import MAX_TOKENS, ROOT, TREE, decode, decode_counting, on_all_ranks, prompts
 from trtree import _core
 from trtree.build.options import BuildOptions, read_options
 from trtree.runtime.engines.tensorrt import TensorRTEngine

@@ -73,3 +73,40 @@ def test_peak_memory_is_near_the_largest_tensor(tmp_path: Path) -> None:
         assert measured["anon"] < 4 * MIB, (how, measured)
         # The whole process, mapped files included: the tensor in use and no other.
         assert abs(measured["resident"] - TENSOR) < 4 * MIB, (how, measured)
+
+
+# Packs every linear into a file.
+PACKER = (
+    READER.split("reads = {")[0]
+    + r"""
+from trtree.build.lowering.packing import append_linear
+from trtree.build.resumable import ResumableFile
+
+peaks = []
+with ResumableFile(Path(sys.argv[2])) as file:
+    def pack(name):
+        module = name.removesuffix(".weight")
+        append_linear(file, checkpoint.stored_linear([module]), [module], checkpoint)
+    pack("layer.0.weight")
+    Path("/proc/self/clear_refs").write_text("5")
+    anon, resident = status("RssAnon"), status("VmHWM")
+    for name in checkpoint.names()[:6]:
+        pack(name)
+        peaks.append(status("RssAnon") - anon)
+    print(json.dumps({"anon": max(peaks), "resident": status("VmHWM") - resident}))
+"""
+)
+
+
+def test_packing_takes_a_few_pieces_whatever_a_tensors_size(tmp_path: Path) -> None:
+    write_sparse(tmp_path / "model")
+    run = subprocess.run(
+        [sys.executable, "-c", PACKER, str(tmp_path / "model"), str(tmp_path / "packed")],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    measured = json.loads(run.stdout)
+    assert measured["anon"] < 12 * MIB, measured
+    assert measured["resident"] < TENSOR - 4 * MIB, measured
+    assert (tmp_path / "packed").stat().st_size == (6 + 1) * TENSOR
