@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 # Helper modules beside the tests.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from engines import ROOT, build_demo
+from engines import DEMO, ROOT, build_demo
 from trtree.runtime.executor import Request
 from trtree.runtime.session import Session
 
@@ -110,3 +111,9 @@ def refused(
         return lines[-1]
 
     return call
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """The demo's target, to be damaged."""
+    return Path(shutil.copytree(DEMO / "target_nvfp4", tmp_path / "target"))

@@ -5,11 +5,12 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -102,6 +103,18 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
     """One token per number below ``vocab_size``: its digits."""
     words = {str(i): i for i in range(vocab_size)}
     Tokenizer(WordLevel(words, unk_token="0")).save(str(directory / "tokenizer.json"))
+
+
+def edit_tensors(checkpoint: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Of a checkpoint of one shard."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, checkpoint / "model.safetensors")
+
+
+def edit_config(checkpoint: Path, **changes: Any) -> None:
+    config = json.loads((checkpoint / "config.json").read_text()) | changes
+    (checkpoint / "config.json").write_text(json.dumps(config))
 
 
 def random_checkpoint(
