@@ -60,12 +60,12 @@ class ResumableFile:
         self._end = self._on_disk = end  # of what was given, and of what was written
         self._write_out = WriteOut(self._file.fileno(), end)
         self._writer = ThreadPoolExecutor(1, "writer")
-        # What it was told, and the memory that is free again after it.
+        # What it was handed, and the memory that is free again after it.
         self._waiting: deque[tuple[Future[None], Bytes | None]] = deque()
         self._free: list[Bytes] = []
         self._pieces = 0
         self._piece: Bytes = np.empty(0, np.uint8)  # being filled
-        self._told, self._filled = 0, 0  # of it
+        self._handed, self._filled = 0, 0  # of it
 
     @property
     def name(self) -> str:
@@ -86,9 +86,9 @@ class ResumableFile:
     def room(self, count: int) -> Bytes:
         """Append ``count`` bytes: uint8 [count] to be filled before the next call."""
         if self._filled + count > len(self._piece):
-            self._tell(self._piece)
+            self._hand_over(self._piece)
             self._piece = self._next_piece(count)
-            self._told = self._filled = 0
+            self._handed = self._filled = 0
         start = self._filled
         self._filled += count
         self._end += count
@@ -96,7 +96,7 @@ class ResumableFile:
 
     def commit(self, key: str, data: Any) -> None:
         """All that was written since the last commit is record ``key``, described by ``data``."""
-        self._tell()
+        self._hand_over()
         end = self._end
         self._later(lambda: self._commit(key, end, data))
 
@@ -111,7 +111,7 @@ class ResumableFile:
     ) -> None:
         try:
             if kind is None:
-                self._tell()
+                self._hand_over()
             self._writer.shutdown()
             while kind is None and self._waiting:
                 self._waiting.popleft()[0].result()
@@ -121,9 +121,9 @@ class ResumableFile:
         if kind is None:
             self.sha256 = self._digest.hexdigest()
 
-    def _tell(self, over: Bytes | None = None) -> None:
+    def _hand_over(self, over: Bytes | None = None) -> None:
         """Have the writer write what was filled; ``over``: nothing else will be in this piece."""
-        data, self._told = self._piece[self._told : self._filled], self._filled
+        data, self._handed = self._piece[self._handed : self._filled], self._filled
         if len(data) or over is not None:
             self._later(lambda: self._write(data), over)
 

@@ -283,34 +283,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt", help="text to continue")
     parser.add_argument(
-        "--mode",
-        choices=("plain", "chain", "tree"),
-        help="how to decode (default: tree, plain if the engine has no drafter)",
-    )
-    parser.add_argument(
-        "--tree-budget",
-        type=_int32,
-        metavar="N",
-        help="tree nodes besides the root (default: the engine's)",
-    )
-    parser.add_argument(
-        "--tree",
-        choices=("dynamic", "static"),
-        help="rebuild the tree every round, or use the engine's static one (default: the engine's)",
-    )
-    parser.add_argument(
-        "--policy",
-        choices=("fixed", "load", "adaptive"),
-        default="fixed",
-        help="how many of the budget's nodes a round has: all, what the load leaves room for, "
-        "or what is worth its cost (see trtree.runtime.calibrate) (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--chain-seed",
-        action="store_true",
-        help="begin each tree with the drafter's first candidates of every depth",
-    )
-    parser.add_argument(
         "--max-tokens",
         type=_int32,
         default=128,
@@ -331,23 +303,61 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="go on after the checkpoint's end-of-text tokens"
     )
-    parser.add_argument(
+    _add_decoding_flags(parser)
+    _add_comparison_flags(parser)
+    add_sampling_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("decoding")
+    group.add_argument(
+        "--mode",
+        choices=("plain", "chain", "tree"),
+        help="how to decode (default: tree, plain if the engine has no drafter)",
+    )
+    group.add_argument(
+        "--tree-budget",
+        type=_int32,
+        metavar="N",
+        help="tree nodes besides the root (default: the engine's)",
+    )
+    group.add_argument(
+        "--tree",
+        choices=("dynamic", "static"),
+        help="rebuild the tree every round, or use the engine's static one (default: the engine's)",
+    )
+    group.add_argument(
+        "--policy",
+        choices=("fixed", "load", "adaptive"),
+        default="fixed",
+        help="how many of the budget's nodes a round has: all, what the load leaves room for, "
+        "or what is worth its cost (see trtree.runtime.calibrate) (default: %(default)s)",
+    )
+    group.add_argument(
+        "--chain-seed",
+        action="store_true",
+        help="begin each tree with the drafter's first candidates of every depth",
+    )
+
+
+def _add_comparison_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("comparison")
+    group.add_argument(
         "--compare",
         type=Path,
         metavar="FILE",
         help="run every prompt of FILE (one a line) in plain, chain and trees "
         f"of budget {', '.join(map(str, BUDGETS))}, and print one table",
     )
-    parser.add_argument(
+    group.add_argument(
         "--baseline",
         type=Path,
         metavar="DIR",
         help="with --compare: an engine to measure plain decoding against, such as the "
         "reference engine",
     )
-    add_sampling_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser
 
 
 if __name__ == "__main__":

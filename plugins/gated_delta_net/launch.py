@@ -36,25 +36,11 @@ def gated_delta_net(
     """
     rows, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[1:]
-    requests, most = len(tables.requests), tables.most_rows
-    decay = torch.empty(rows, heads, dtype=torch.float32, device=v.device)
-    gated_delta_decay_kernel[(requests, triton.cdiv(most, tiles.DECAY_ROWS))](
-        a,
-        gates,
-        packed_mask,
-        tables.requests,
-        a.stride(0),
-        packed_mask.shape[1],
-        decay,
-        HEADS=heads,
-        HEADS_PAD=tiles.head_columns(heads),
-        BLOCK=tiles.DECAY_ROWS,
-        num_warps=tiles.WARPS,
-        num_stages=tiles.DECAY_STAGES,
-    )
+    decay = _decay(a, gates, tables, packed_mask)
     update = torch.empty(rows, heads, value_dim, dtype=torch.float32, device=v.device)
     out = torch.empty(rows, heads, value_dim, dtype=v.dtype, device=v.device)
-    gated_delta_net_kernel[(requests, heads, triton.cdiv(value_dim, tiles.VALUE_COLUMNS))](
+    columns = triton.cdiv(value_dim, tiles.VALUE_COLUMNS)
+    gated_delta_net_kernel[(len(tables.requests), heads, columns)](
         q,
         k,
         v,
@@ -82,6 +68,30 @@ def gated_delta_net(
         num_stages=tiles.STAGES,
     )
     return out, RowUpdates(k, update, decay)
+
+
+def _decay(
+    a: torch.Tensor, gates: torch.Tensor, tables: BranchTables, packed_mask: torch.Tensor
+) -> torch.Tensor:
+    """float32 [rows, heads]: logarithms, summed along each row's path."""
+    rows, heads = a.shape
+    decay = torch.empty(rows, heads, dtype=torch.float32, device=a.device)
+    blocks = triton.cdiv(tables.most_rows, tiles.DECAY_ROWS)
+    gated_delta_decay_kernel[(len(tables.requests), blocks)](
+        a,
+        gates,
+        packed_mask,
+        tables.requests,
+        a.stride(0),
+        packed_mask.shape[1],
+        decay,
+        HEADS=heads,
+        HEADS_PAD=tiles.head_columns(heads),
+        BLOCK=tiles.DECAY_ROWS,
+        num_warps=tiles.WARPS,
+        num_stages=tiles.DECAY_STAGES,
+    )
+    return decay
 
 
 def commit(
