@@ -352,26 +352,14 @@ class CodeRows {
   int32_t last_own_ = -1;
 };
 
-// The rows of a tile share the prefix; a window, which may begin elsewhere for each row,
-// has tiles of one row.
+// Queries of a row stand together. Their lists are the prefix, then the row's tail: the rows of
+// its own step that it sees, from position ``oldest`` on.
 template <typename Rows>
-inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& scratch) {
-  const PagedKv& cache = attention.cache;
+inline void list_queries(const Attention& attention, const Tile& tile, int64_t oldest,
+                         int64_t prefix, Rows& rows, Scratch& scratch) {
   const Segment& segment = *tile.segment;
-  const int64_t d = cache.head_dim;
-  const auto group = static_cast<size_t>(attention.query_heads / cache.heads);
-  Rows rows(attention, tile, scratch);
-
-  int64_t oldest = 0;  // position
-  if (attention.window > 0) {
-    const int32_t position = attention.positions[segment.first_row + tile.first_row];
-    oldest = std::max(0, position - attention.window + 1);
-  }
-  const int64_t start = std::min<int64_t>(oldest, segment.prefix_length);
-  const int64_t prefix = segment.prefix_length - start;
-  rows.list_prefix(start);
-
-  // Queries of a row stand together. Their lists are the prefix, then the row's tail.
+  const int64_t d = attention.cache.head_dim;
+  const auto group = static_cast<size_t>(attention.query_heads / attention.cache.heads);
   scratch.tail_keys.clear();
   scratch.tails.clear();
   scratch.queries.clear();
@@ -395,6 +383,27 @@ inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& s
                                  scratch.weights.data() + index * stride, prefix + tail, 0});
     }
   }
+}
+
+// The rows of a tile share the prefix; a window, which may begin elsewhere for each row,
+// has tiles of one row.
+template <typename Rows>
+inline void attend_tile(const Attention& attention, const Tile& tile, Scratch& scratch) {
+  const PagedKv& cache = attention.cache;
+  const Segment& segment = *tile.segment;
+  const int64_t d = cache.head_dim;
+  const auto group = static_cast<size_t>(attention.query_heads / cache.heads);
+  Rows rows(attention, tile, scratch);
+
+  int64_t oldest = 0;  // position
+  if (attention.window > 0) {
+    const int32_t position = attention.positions[segment.first_row + tile.first_row];
+    oldest = std::max(0, position - attention.window + 1);
+  }
+  const int64_t start = std::min<int64_t>(oldest, segment.prefix_length);
+  const int64_t prefix = segment.prefix_length - start;
+  rows.list_prefix(start);
+  list_queries(attention, tile, oldest, prefix, rows, scratch);
   rows.load_own();
 
   const std::span<Query> queries(scratch.queries);

@@ -16,8 +16,7 @@ namespace {
 
 using namespace cpu;
 
-// Plan structs are filled attribute by attribute from plan.json (runtime/engines/cpu.py).
-void bind_plan(nb::module_& m) {
+void bind_kinds(nb::module_& m) {
   nb::enum_<OpKind>(m, "OpKind")
       .value("add", OpKind::kAdd)
       .value("all_gather", OpKind::kAllGather)
@@ -52,6 +51,15 @@ void bind_plan(nb::module_& m) {
       .value("nvfp4", WeightKind::kNvfp4)
       .value("dense", WeightKind::kDense)
       .value("vector", WeightKind::kVector);
+  nb::enum_<StateKind>(m, "StateKind")
+      .value("kv", StateKind::kKv)
+      .value("latent", StateKind::kLatent)
+      .value("conv", StateKind::kConv)
+      .value("recurrent", StateKind::kRecurrent);
+}
+
+// Plan structs are filled attribute by attribute from plan.json (runtime/engines/cpu.py).
+void bind_networks(nb::module_& m) {
   nb::class_<PlanTensor>(m, "PlanTensor")
       .def(nb::init<>())
       .def_rw("buffer", &PlanTensor::buffer)
@@ -87,6 +95,9 @@ void bind_plan(nb::module_& m) {
       .def_rw("captured_input", &PlanNetwork::captured_input)
       .def_rw("captured_output", &PlanNetwork::captured_output)
       .def_rw("logits", &PlanNetwork::logits);
+}
+
+void bind_plan(nb::module_& m) {
   nb::class_<PlanWeight>(m, "PlanWeight")
       .def(nb::init<>())
       .def_rw("name", &PlanWeight::name)
@@ -104,11 +115,6 @@ void bind_plan(nb::module_& m) {
       .def_rw("expert_scales", &PlanWeight::expert_scales)
       .def_rw("segments", &PlanWeight::segments)
       .def_rw("head_sizes", &PlanWeight::head_sizes);
-  nb::enum_<StateKind>(m, "StateKind")
-      .value("kv", StateKind::kKv)
-      .value("latent", StateKind::kLatent)
-      .value("conv", StateKind::kConv)
-      .value("recurrent", StateKind::kRecurrent);
   nb::class_<PlanState>(m, "PlanState")
       .def(nb::init<>())
       .def_rw("kind", &PlanState::kind)
@@ -196,6 +202,8 @@ nb::list copies(const std::vector<Matrix>& matrices) {
 
 void bind_cpu_engine(nb::module_& m) {
   nb::module_ sub = m.def_submodule("cpu", "The CPU engine and its plan.");
+  bind_kinds(sub);
+  bind_networks(sub);
   bind_plan(sub);
   bind_collectives(sub);
   nb::class_<CpuEngine, Engine>(sub, "CpuEngine", "Runs a plan; see runtime/cpp/cpu.")
