@@ -90,6 +90,18 @@ def test_an_existing_engine_is_kept_unless_forced(
     assert [p.name for p in (tmp_path / "engines").iterdir()] == ["demo"]
 
 
+def test_links_to_nothing_are_not_read(run: Callable[..., int], target: Path) -> None:
+    """Hugging Face's cache is of links; a download of part of it leaves some without a file."""
+    (target / "README.md").symlink_to(target / "blob")
+    assert run("--checkpoint", target) == 0
+
+
+def test_a_drafter_is_no_target(refused: Callable[..., str], drafter: Path) -> None:
+    line = refused("--plan", "--checkpoint", drafter)
+    assert f"{drafter / 'config.json'}: architecture 'DFlashDraftModel' is a drafter's" in line
+    assert "give it as --drafter" in line
+
+
 def test_force_replaces_engines_only(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years of work")
