@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from engines import (
@@ -308,11 +309,27 @@ def test_hub_id(refused: Callable[..., str]) -> None:
     assert "hf download Qwen/Qwen3-8B" in line
 
 
-@pytest.mark.parametrize("memory", [".inf", ".nan", "-1"])
-def test_hardware_that_cannot_be(refused: Callable[..., str], tmp_path: Path, memory: str) -> None:
-    (tmp_path / "gpu.yaml").write_text(f"name: a\nsm: 120\nmemory_gb: {memory}\ngpus: 1\n")
-    line = refused("--plan", "--hardware", "gpu.yaml")
-    assert "gpu.yaml: memory_gb must be a positive number" in line
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_gb": float("inf")}, "memory_gb must be a positive number, not inf"),
+        ({"memory_gb": float("nan")}, "memory_gb must be a positive number, not nan"),
+        ({"memory_gb": -1}, "memory_gb must be a positive number, not -1"),
+        ({"gpus": 1.5}, "gpus must be a positive integer, not 1.5"),
+        ({"sm": "120"}, "sm must be a positive integer, not '120'"),
+        ({"name": ["a"]}, "name must be text, not ['a']"),
+        ({"memory_gib": 90}, "has memory_gib; expected the keys gpus, memory_gb, name, sm"),
+        ({"gpus": None}, "lacks gpus; expected the keys"),
+    ],
+)
+def test_hardware_that_cannot_be(
+    refused: Callable[..., str], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    """A None: without that key."""
+    machine = {"name": "a", "sm": 120, "memory_gb": 90, "gpus": 1} | change
+    kept = {key: value for key, value in machine.items() if value is not None}
+    (tmp_path / "gpu.yaml").write_text(yaml.safe_dump(kept))
+    assert f"gpu.yaml: {message}" in refused("--plan", "--hardware", "gpu.yaml")
 
 
 def test_missing_tokenizer(refused: Callable[..., str], target: Path) -> None:

@@ -53,9 +53,7 @@ def family_of(config: Mapping[str, Any], file: Path = Path("config.json")) -> Fa
     """
     architectures = config.get("architectures")
     if architectures is not None and not isinstance(architectures, list):
-        raise NetworkError(
-            f"{file}: architectures must be a list of names, not {architectures!r}"
-        )
+        raise NetworkError(f"{file}: architectures must be a list of names, not {architectures!r}")
     name = architectures[0] if architectures else None
     if not isinstance(name, str) or name not in FAMILIES:
         if name in dflash_config.ARCHITECTURES:
