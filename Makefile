@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CPP := $(shell find plugins runtime -name '*.cpp' -o -name '*.hpp')
 # Warnings in our own C++ are errors where they are ours to fix: WERROR=ON in CI.
 WERROR ?= OFF
-INSTALL := $(PIP) install --quiet --no-build-isolation -C cmake.define.TRTREE_WERROR=$(WERROR)
+INSTALL := $(PIP) install --quiet --no-build-isolation --config-settings=cmake.define.TRTREE_WERROR=$(WERROR)
 
 .PHONY: demo triton-demo triton-env test test-full build lint format sanitize clean
 
@@ -55,7 +55,7 @@ $(TRITON)/.server:
 # This package as users install it there: the wheel, without torch.
 $(TRITON)/.trtree: $(TRITON)/.server $(VENV)/.installed $(PACKAGE)
 	rm -rf .build/wheel
-	$(PIP) wheel --quiet --no-build-isolation --no-deps -C cmake.define.TRTREE_WERROR=$(WERROR) \
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --config-settings=cmake.define.TRTREE_WERROR=$(WERROR) \
 	  --wheel-dir .build/wheel .
 	$(TRITON)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
 	  --force-reinstall .build/wheel/*.whl

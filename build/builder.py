@@ -199,7 +199,7 @@ def describe_source(
     Raises: as ``describe``.
     """
     config = source.config("target")
-    family = models.family_of(config)
+    family = models.family_of(config, options.checkpoint / "config.json")
     target = family.parse(config)
     if drafter:
         drafter.check_target(config)
@@ -299,13 +299,22 @@ def resume_key(description: EngineDescription) -> str:
     """Stands for the options, versions and checkpoint files that decide an engine's bytes."""
     options = description.options
     files = [
-        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+        (str(file), *_size_and_time(file))
         for directory in (options.checkpoint, options.drafter)
         for file in sorted(directory.glob("*") if directory else ())
     ]
     weights = [repr(weight) for weight in description.weights.stored.values()]
     facts = [repr(options), _builder_versions(), files, weights]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:12]
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    """Zeros where there is nothing: a link of a download that left a file out."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _write_weights(

@@ -31,14 +31,22 @@ class Hardware:
         try:
             data = yaml.safe_load(file.read_text())
         except (OSError, yaml.YAMLError, ValueError) as error:
-            raise OptionError(f"{file}: {' '.join(str(error).split())}") from None
+            what = getattr(error, "strerror", None) or " ".join(str(error).split())
+            raise OptionError(f"{file}: {what}") from None
         names = {field.name for field in fields(cls)}
-        if not isinstance(data, dict) or set(data) != names:
-            raise OptionError(f"{file}: expected the keys {', '.join(sorted(names))}")
+        expected = f"expected the keys {', '.join(sorted(names))}"
+        if not isinstance(data, dict):
+            raise OptionError(f"{file}: {expected}, not {data!r:.80}")
+        for what, keys in (("lacks", names - set(data)), ("has", set(data) - names)):
+            if keys:
+                raise OptionError(f"{file}: {what} {', '.join(sorted(map(str, keys)))}; {expected}")
+        if not isinstance(data["name"], str):
+            raise OptionError(f"{file}: name must be text, not {data['name']!r}")
         for key in ("sm", "memory_gb", "gpus"):
-            value = data[key]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-                raise OptionError(f"{file}: {key} must be a positive number, not {value!r}")
+            value, number = data[key], "number" if key == "memory_gb" else "integer"
+            kinds = int | float if number == "number" else int
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e9:
+                raise OptionError(f"{file}: {key} must be a positive {number}, not {value!r}")
         return cls(**data)
 
     def check(self, sms: tuple[int, ...], ranks: int) -> None:

@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from engines import DEMO, DEMO_PROMPTS, DEMO_VOCAB, ROOT, edit_tensors
 from trtree.build.engine_dir import EngineDir
@@ -58,6 +60,18 @@ def test_an_existing_engine_is_kept_unless_forced(
     manifest = EngineDir.open(tmp_path / "engines/demo").manifest
     assert manifest["speculative_config"]["tree_budget"] == 8
     assert [p.name for p in (tmp_path / "engines").iterdir()] == ["demo"]
+
+
+def test_links_to_nothing_are_not_read(run: Callable[..., int], target: Path) -> None:
+    """Hugging Face's cache is of links; a download of part of it leaves some without a file."""
+    (target / "README.md").symlink_to(target / "blob")
+    assert run("--checkpoint", target) == 0
+
+
+def test_a_drafter_is_no_target(refused: Callable[..., str], drafter: Path) -> None:
+    line = refused("--plan", "--checkpoint", drafter)
+    assert f"{drafter / 'config.json'}: architecture 'DFlashDraftModel' is a drafter's" in line
+    assert "give it as --drafter" in line
 
 
 def test_force_replaces_engines_only(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -150,11 +164,27 @@ def test_inspect_prints_and_builds_nothing(
 # Bad options
 
 
-@pytest.mark.parametrize("memory", [".inf", ".nan", "-1"])
-def test_hardware_that_cannot_be(refused: Callable[..., str], tmp_path: Path, memory: str) -> None:
-    (tmp_path / "gpu.yaml").write_text(f"name: a\nsm: 120\nmemory_gb: {memory}\ngpus: 1\n")
-    line = refused("--plan", "--hardware", "gpu.yaml")
-    assert "gpu.yaml: memory_gb must be a positive number" in line
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_gb": float("inf")}, "memory_gb must be a positive number, not inf"),
+        ({"memory_gb": float("nan")}, "memory_gb must be a positive number, not nan"),
+        ({"memory_gb": -1}, "memory_gb must be a positive number, not -1"),
+        ({"gpus": 1.5}, "gpus must be a positive integer, not 1.5"),
+        ({"sm": "120"}, "sm must be a positive integer, not '120'"),
+        ({"name": ["a"]}, "name must be text, not ['a']"),
+        ({"memory_gib": 90}, "has memory_gib; expected the keys gpus, memory_gb, name, sm"),
+        ({"gpus": None}, "lacks gpus; expected the keys"),
+    ],
+)
+def test_hardware_that_cannot_be(
+    refused: Callable[..., str], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    """A None: without that key."""
+    machine = {"name": "a", "sm": 120, "memory_gb": 90, "gpus": 1} | change
+    kept = {key: value for key, value in machine.items() if value is not None}
+    (tmp_path / "gpu.yaml").write_text(yaml.safe_dump(kept))
+    assert f"gpu.yaml: {message}" in refused("--plan", "--hardware", "gpu.yaml")
 
 
 @pytest.mark.parametrize(

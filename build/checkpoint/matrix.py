@@ -7,6 +7,7 @@ than all the rest of a conversion, on virtual machines above all.
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -60,8 +61,9 @@ class StoredMatrix:
         part = self._part(0, end)
         if part.nbytes >= _LEAST and not self.shared and hasattr(os, "posix_fadvise"):
             # From the first row on: what lay across an end before lies inside now.
-            file = opened(part.file).fileno()
-            os.posix_fadvise(file, part.offset, part.nbytes, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # that it is gone, the next to read it says by name
+                file = opened(part.file).fileno()
+                os.posix_fadvise(file, part.offset, part.nbytes, os.POSIX_FADV_DONTNEED)
 
     def cut(self, rows: range | None, columns: range | None) -> "StoredMatrix":
         if rows is not None:

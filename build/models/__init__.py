@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from trtree.build.checkpoint import dflash_config
 from trtree.build.models import glm4_moe, glm_moe_dsa, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from trtree.build.network.graph import Graph
 from trtree.build.network.network import NetworkError
@@ -42,22 +44,25 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a target checkpoint.
+def family_of(config: Mapping[str, Any], file: Path = Path("config.json")) -> Family:
+    """The family of a target checkpoint, whose config.json ``file`` is.
 
     Raises:
-        NetworkError: the architecture is missing or not supported; the message lists
-            those that are.
+        NetworkError: the architecture is missing or not supported; the message names the
+            file and lists those that are.
     """
     architectures = config.get("architectures")
     if architectures is not None and not isinstance(architectures, list):
-        raise NetworkError(
-            f"config.json: architectures must be a list of names, not {architectures!r}"
-        )
+        raise NetworkError(f"{file}: architectures must be a list of names, not {architectures!r}")
     name = architectures[0] if architectures else None
     if not isinstance(name, str) or name not in FAMILIES:
+        if name in dflash_config.ARCHITECTURES:
+            raise NetworkError(
+                f"{file}: architecture {name!r} is a drafter's; give it as --drafter, and its "
+                "target as --checkpoint"
+            )
         raise NetworkError(
-            f"config.json: architecture {name!r} is not supported; "
+            f"{file}: architecture {name!r} is not supported; "
             f"supported: {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[name]

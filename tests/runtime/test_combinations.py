@@ -121,15 +121,18 @@ def figures(executor: Executor, asked: list[Request]) -> list[list[object]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_everything_at_once_changes_no_bit(tmp_path: Path, family: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv_cache"), [*((family, "float") for family in FAMILIES), ("next", "fp8")]
+)
+def test_everything_at_once_changes_no_bit(
+    tmp_path: Path, family: str, kv_cache: str, ranks: int
+) -> None:
     checkpoint = random_checkpoint(tmp_path / "c", FAMILIES[family], algorithm="NVFP4")
     drafter = drafter_of_few_tokens(tmp_path, FAMILIES[family])
 
     def built(name: str, **options: Any) -> EngineDir:
-        chosen = BuildOptions(
-            checkpoint=checkpoint, drafter=drafter, output=tmp_path / name, **options
-        )
+        options |= {"checkpoint": checkpoint, "drafter": drafter, "kv_cache": kv_cache}
+        chosen = BuildOptions(output=tmp_path / name, **options)
         return EngineDir.open(builder.write(builder.describe(chosen)))
 
     small = {"page_size": 1, "kv_tokens": 260, "max_num_rows": 40, "max_tree_budget": 32}
