@@ -7,7 +7,13 @@ if not __package__:
     # Run as a script: this folder's modules must not stand in for packages of their names.
     del sys.path[0]
 
-from trtree.runtime.server.command import main
+try:
+    from trtree.runtime.server.command import main
+except ModuleNotFoundError as error:
+    if str(error.name).partition(".")[0] == "trtree":
+        raise
+    print(f"error: there is no {error.name}; pip install '.[serve]'", file=sys.stderr)
+    sys.exit(2)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -262,3 +262,15 @@ def test_a_busy_port(server: ServerProcess, demo_engine: Callable[..., Path]) ->
     assert (
         done.stderr == f"error: 127.0.0.1:{port}: Address already in use; choose another --port\n"
     )
+
+
+def test_a_server_without_its_packages_says_what_to_install() -> None:
+    """A plain install is without them."""
+    script = ROOT / "runtime" / "serve.py"
+    code = (
+        "import runpy, sys; sys.modules['uvicorn'] = None; "
+        f"sys.argv = ['serve.py']; runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr == "error: there is no uvicorn; pip install '.[serve]'\n"
