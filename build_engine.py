@@ -54,6 +54,10 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     if args.assume_drafter:
         raise OptionError("assume_drafter: only a plan can do without the drafter; pass --plan")
+    if args.hardware:
+        raise OptionError(
+            f"hardware {args.hardware}: only plans are checked against it; pass --plan"
+        )
     started = time.perf_counter()
     description = builder.describe(options)
     total = sum(description.weight_bytes(owner) for owner in description.owners()) * options.tp

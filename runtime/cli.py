@@ -22,6 +22,17 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 INT32_MAX = 2**31 - 1
 MAX_THREADS = 256
+# Packages that not every command needs, and the extra of pyproject.toml that brings each.
+_EXTRAS = {
+    "fastapi": "serve",
+    "modelopt": "modelopt",
+    "mpi4py": "mpi",
+    "prometheus_client": "serve",
+    "tensorrt_rtx": "tensorrt-rtx",
+    "transformers": "modelopt",
+    "triton": "gpu",
+    "uvicorn": "serve",
+}
 
 
 class Terminated(BaseException):
@@ -46,7 +57,8 @@ threads = integer(1, MAX_THREADS)
 
 
 def run_command(command: Callable[[], int], errors: tuple[type[Exception], ...]) -> int:
-    """Run a command; the named errors become one line on stderr and exit code 2.
+    """Run a command; the named errors and a package that is not installed become one line on
+    stderr and exit code 2.
 
     SIGTERM, like SIGINT, ends the command by an exception, so that what it was writing
     is removed.
@@ -56,6 +68,14 @@ def run_command(command: Callable[[], int], errors: tuple[type[Exception], ...])
             return command()
     except errors as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package == "trtree":
+            raise
+        extra = _EXTRAS.get(package)
+        fix = f"pip install '.[{extra}]'" if extra else f"pip install {package}"
+        print(f"error: this needs {package}, which is not installed; {fix}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -187,6 +187,11 @@ def test_hardware_that_cannot_be(
     assert f"gpu.yaml: {message}" in refused("--plan", "--hardware", "gpu.yaml")
 
 
+def test_hardware_is_for_plans(refused: Callable[..., str]) -> None:
+    line = refused("--hardware", ROOT / "configs" / "hardware" / "rtx_pro_6000.yaml")
+    assert "only plans are checked against it; pass --plan" in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
