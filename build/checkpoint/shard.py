@@ -176,7 +176,7 @@ def _opened_directly(path: Path) -> FileIO | None:
 
 def _identity(path: Path) -> tuple[int, ...]:
     """Tells a file from another that took its name."""
-    stat = os.stat(path)
+    stat = path.stat()
     return stat.st_dev, stat.st_ino, stat.st_mtime_ns
 
 
