@@ -1,8 +1,9 @@
 """Matrices of a checkpoint, read some rows at a time.
 
-Rows are read past the page cache, where the system can, into memory that is used again: a
-checkpoint may be larger than memory, and to find memory for ever new pages can take longer
-than all the rest of a conversion, on virtual machines above all.
+Rows are read into memory that is used again, small matrices past the page cache, and pages
+of large ones are given back at once: a checkpoint may be larger than memory, and to find
+memory for ever new pages can take longer than all the rest of a conversion, on virtual
+machines above all.
 """
 
 import mmap
@@ -18,6 +19,7 @@ import torch
 from trtree.build.checkpoint.shard import PAGE, TensorInfo, map_tensor, read_pages
 
 _ROOM = (1 << 21) + (1 << 16)
+_LARGE = 1 << 23  # bytes of a matrix that is read in sequence
 
 
 class Room(threading.local):
@@ -31,9 +33,9 @@ class Room(threading.local):
         """Nobody holds rows any more."""
         self._used = 0
 
-    def read(self, name: str, info: TensorInfo, *, shared: bool) -> torch.Tensor:
+    def read(self, name: str, info: TensorInfo, *, shared: bool, direct: bool) -> torch.Tensor:
         """The tensor, not checked; shared: others may read it as well, so that it had better
-        stay in the page cache.
+        stay in the page cache; direct: as of ``read_pages``.
 
         Raises:
             CheckpointError: as ``map_tensor``.
@@ -46,7 +48,7 @@ class Room(threading.local):
         else:
             self._used += size
         to = memory[start : start + size]
-        read_pages(name, info, to.data, cached=shared)
+        read_pages(name, info, to.data, cached=shared, direct=direct)
         raw = to[lead : lead + info.nbytes]
         if info.offset % info.dtype.itemsize:
             raw = raw.copy()  # as ``map_tensor``
@@ -95,7 +97,8 @@ class StoredMatrix:
     def rows(self, first: int, end: int, room: Room) -> torch.Tensor:
         part = self._part(first, end)
         if self.columns is None:
-            return room.read(self.name, part, shared=self.shared)
+            scattered = self.info.nbytes < _LARGE
+            return room.read(self.name, part, shared=self.shared, direct=scattered)
         # Of every row a part is touched.
         return map_tensor(self.name, part)[:, self.columns.start : self.columns.stop]
 

@@ -30,6 +30,7 @@ from trtree.build.checkpoint.errors import CheckpointError
 # The safetensors package's own limit.
 MAX_HEADER_BYTES = 100_000_000
 _SMALL = 1 << 14  # bytes that are sooner read than mapped
+_FOLIOS = 1 << 23  # bytes before a read that may have been kept by it
 PAGE = 4096  # a multiple of what disks read at once
 
 DTYPES = {
@@ -117,18 +118,19 @@ def map_tensor(name: str, info: TensorInfo) -> torch.Tensor:
     return raw.view(info.dtype).reshape(info.shape)
 
 
-def read_pages(name: str, info: TensorInfo, to: memoryview, *, cached: bool) -> None:
+def read_pages(name: str, info: TensorInfo, to: memoryview, *, cached: bool, direct: bool) -> None:
     """Fill ``to``, memory of whole pages, with those pages of the file that the tensor is in; what
     is after the tensor need not be. Raises as ``map_tensor``.
 
-    cached: by way of the page cache, to be found there again.
+    cached: to be found in the page cache again. direct: past it, if the system can, which costs
+    less where reads are scattered; in sequence, the kernel's reading ahead is worth more.
     """
     start = info.offset // PAGE * PAGE
     need = info.offset + info.nbytes - start
     done = 0
-    if not cached and (direct := _opened_directly(info.file)):
+    if direct and not cached and (past := _opened_directly(info.file)):
         with suppress(OSError):  # which the other way has as well, or can do without
-            done = os.preadv(direct.fileno(), [to], start)
+            done = os.preadv(past.fileno(), [to], start)
     try:
         while done < need:
             file = opened(info.file).fileno()
@@ -137,7 +139,9 @@ def read_pages(name: str, info: TensorInfo, to: memoryview, *, cached: bool) -> 
                 raise ValueError(f"the file ends at {start + done}")
             done += count
             if not cached and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file, start, done, os.POSIX_FADV_DONTNEED)
+                # And what lay across the start, or in a folio that did.
+                behind = max(0, start - _FOLIOS)
+                os.posix_fadvise(file, behind, start + done - behind, os.POSIX_FADV_DONTNEED)
     except (OSError, ValueError) as error:
         raise _changed(name, info, error) from None
 
