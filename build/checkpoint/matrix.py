@@ -1,9 +1,10 @@
 """Matrices of a checkpoint, read some rows at a time.
 
-Rows are read into memory that is used again, small matrices past the page cache, and pages
-of large ones are given back at once: a checkpoint may be larger than memory, and to find
-memory for ever new pages can take longer than all the rest of a conversion, on virtual
-machines above all.
+Small matrices are read past the page cache, where the system can, into memory that is used
+again; large ones are mapped, and their pages given back at once. For a checkpoint may be
+larger than memory, and to find memory for ever new pages can take longer than all the rest of
+a conversion, on virtual machines above all. Nor can pages of small ones be given back alone:
+the cache keeps larger folios, in which neighbours lie.
 """
 
 import mmap
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trtree.build.checkpoint.shard import PAGE, TensorInfo, map_tensor, read_pages
+from trtree.build.checkpoint.shard import PAGE, TensorInfo, give_back, map_tensor, read_pages
 
 _ROOM = (1 << 21) + (1 << 16)
 _LARGE = 1 << 23  # bytes of a matrix that is read in sequence
@@ -28,14 +29,23 @@ class Room(threading.local):
     def __init__(self) -> None:
         self._memory = _pages(_ROOM)
         self._used = 0
+        self._behind: list[TensorInfo] = []
 
     def clear(self) -> None:
         """Nobody holds rows any more."""
         self._used = 0
+        for info in self._behind:
+            give_back(info)
+        self._behind.clear()
 
-    def read(self, name: str, info: TensorInfo, *, shared: bool, direct: bool) -> torch.Tensor:
+    def map(self, name: str, info: TensorInfo, *, behind: TensorInfo) -> torch.Tensor:
+        """``map_tensor``; behind: what the page cache need not keep after ``clear``."""
+        self._behind.append(behind)
+        return map_tensor(name, info)
+
+    def read(self, name: str, info: TensorInfo, *, shared: bool) -> torch.Tensor:
         """The tensor, not checked; shared: others may read it as well, so that it had better
-        stay in the page cache; direct: as of ``read_pages``.
+        stay in the page cache.
 
         Raises:
             CheckpointError: as ``map_tensor``.
@@ -48,7 +58,7 @@ class Room(threading.local):
         else:
             self._used += size
         to = memory[start : start + size]
-        read_pages(name, info, to.data, cached=shared, direct=direct)
+        read_pages(name, info, to.data, cached=shared)
         raw = to[lead : lead + info.nbytes]
         if info.offset % info.dtype.itemsize:
             raw = raw.copy()  # as ``map_tensor``
@@ -97,8 +107,10 @@ class StoredMatrix:
     def rows(self, first: int, end: int, room: Room) -> torch.Tensor:
         part = self._part(first, end)
         if self.columns is None:
-            scattered = self.info.nbytes < _LARGE
-            return room.read(self.name, part, shared=self.shared, direct=scattered)
+            if self.shared or self.info.nbytes < _LARGE:
+                return room.read(self.name, part, shared=self.shared)
+            # From the first row on: what lay across an end before lies inside now.
+            return room.map(self.name, part, behind=self._part(0, end))
         # Of every row a part is touched.
         return map_tensor(self.name, part)[:, self.columns.start : self.columns.stop]
 

@@ -30,7 +30,6 @@ from trtree.build.checkpoint.errors import CheckpointError
 # The safetensors package's own limit.
 MAX_HEADER_BYTES = 100_000_000
 _SMALL = 1 << 14  # bytes that are sooner read than mapped
-_FOLIOS = 1 << 23  # bytes before a read that may have been kept by it
 PAGE = 4096  # a multiple of what disks read at once
 
 DTYPES = {
@@ -118,19 +117,18 @@ def map_tensor(name: str, info: TensorInfo) -> torch.Tensor:
     return raw.view(info.dtype).reshape(info.shape)
 
 
-def read_pages(name: str, info: TensorInfo, to: memoryview, *, cached: bool, direct: bool) -> None:
+def read_pages(name: str, info: TensorInfo, to: memoryview, *, cached: bool) -> None:
     """Fill ``to``, memory of whole pages, with those pages of the file that the tensor is in; what
     is after the tensor need not be. Raises as ``map_tensor``.
 
-    cached: to be found in the page cache again. direct: past it, if the system can, which costs
-    less where reads are scattered; in sequence, the kernel's reading ahead is worth more.
+    cached: by way of the page cache, to be found there again.
     """
     start = info.offset // PAGE * PAGE
     need = info.offset + info.nbytes - start
     done = 0
-    if direct and not cached and (past := _opened_directly(info.file)):
+    if not cached and (direct := _opened_directly(info.file)):
         with suppress(OSError):  # which the other way has as well, or can do without
-            done = os.preadv(past.fileno(), [to], start)
+            done = os.preadv(direct.fileno(), [to], start)
     try:
         while done < need:
             file = opened(info.file).fileno()
@@ -138,12 +136,15 @@ def read_pages(name: str, info: TensorInfo, to: memoryview, *, cached: bool, dir
             if count == 0:
                 raise ValueError(f"the file ends at {start + done}")
             done += count
-            if not cached and hasattr(os, "posix_fadvise"):
-                # And what lay across the start, or in a folio that did.
-                behind = max(0, start - _FOLIOS)
-                os.posix_fadvise(file, behind, start + done - behind, os.POSIX_FADV_DONTNEED)
     except (OSError, ValueError) as error:
         raise _changed(name, info, error) from None
+
+
+def give_back(info: TensorInfo) -> None:
+    """Have the page cache forget the tensor, which nobody maps any more."""
+    if hasattr(os, "posix_fadvise"):
+        file = opened(info.file).fileno()
+        os.posix_fadvise(file, info.offset, info.nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def read_number(name: str, info: TensorInfo) -> float:
