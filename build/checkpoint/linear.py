@@ -172,17 +172,17 @@ def stored(checkpoint: Tensors, modules: Sequence[str]) -> StoredLinear:
         return StoredLinear((), (), weights, None, None, bias)
     names = _names(checkpoint)
     input_scale = _input_scale(checkpoint, modules)
-    scales = [_global_scale(checkpoint, f"{m}.{names.global_scale}") for m in modules]
+    scales = [_global_number(checkpoint, f"{m}.{names.global_scale}") for m in modules]
     codes = tuple(checkpoint.stored(f"{module}.{names.codes}") for module in modules)
     block_scales: tuple[Matrix, ...]
-    uneven = len({float(scale) for scale in scales}) > 1
+    uneven = len(set(scales)) > 1
     if uneven or any(_blocks_per_scale(checkpoint, module) > 1 for module in modules):
         parts = _rescaled(modules, [_load_nvfp4(checkpoint, module) for module in modules])
         block_scales = tuple(HeldMatrix(part.block_scale) for part in parts)
         largest = float(parts[0].global_scale)
     else:
         block_scales = tuple(checkpoint.stored(f"{m}.{names.block_scale}") for m in modules)
-        largest = float(scales[0])
+        largest = scales[0]
     return StoredLinear(codes, block_scales, (), largest, input_scale, bias)
 
 
@@ -190,7 +190,7 @@ def _input_scale(checkpoint: Tensors, modules: Sequence[str]) -> torch.Tensor | 
     names = [f"{module}.{_names(checkpoint).input_scale}" for module in modules]
     if not all(name in checkpoint for name in names):
         return None
-    return torch.stack([_global_scale(checkpoint, name) for name in names]).max().float()
+    return torch.tensor(max(_global_number(checkpoint, name) for name in names))
 
 
 def _stored_dense(checkpoint: Tensors, module: str) -> Matrix:
@@ -292,8 +292,13 @@ def _blocks_per_scale(checkpoint: Tensors, module: str) -> int:
 def _global_scale(checkpoint: Tensors, name: str) -> torch.Tensor:
     """A scalar to multiply by. A reciprocal is float64: multiplying a block scale by it and
     rounding to float32 then gives what dividing by the stored number gives."""
-    value = positive_scalar(checkpoint, name)
-    return 1 / value.double() if _names(checkpoint).reciprocal else value
+    dtype = torch.float64 if _names(checkpoint).reciprocal else torch.float32
+    return torch.tensor(_global_number(checkpoint, name), dtype=dtype)
+
+
+def _global_number(checkpoint: Tensors, name: str) -> float:
+    value = _positive_number(checkpoint, name)
+    return 1 / value if _names(checkpoint).reciprocal else value
 
 
 def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
@@ -302,6 +307,10 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
     Raises:
         CheckpointError: it is neither.
     """
+    return torch.tensor(_positive_number(checkpoint, name))
+
+
+def _positive_number(checkpoint: Tensors, name: str) -> float:
     value = checkpoint.number(name)
     if not 0 < value < math.inf:
         checkpoint.tensor(name)  # names what is not finite
@@ -315,7 +324,7 @@ def positive_scalar(checkpoint: Tensors, name: str) -> torch.Tensor:
             f"{checkpoint.info(name).file}: tensor {name} is {value}, expected a positive "
             f"number{hint}"
         )
-    return torch.tensor(value)
+    return value
 
 
 def input_vector(checkpoint: Tensors, name: str) -> torch.Tensor:

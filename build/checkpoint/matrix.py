@@ -1,21 +1,73 @@
 """Matrices of a checkpoint, read some rows at a time.
 
-Pages of files that were read are given back at once: what a checkpoint larger than memory
-would push out of it is worth more, and finding memory for ever new pages can take longer
-than all the rest of a conversion, on virtual machines above all.
+Small matrices are read past the page cache, where the system can, into memory that is used
+again; large ones are mapped, and their pages given back at once. For a checkpoint may be
+larger than memory, and to find memory for ever new pages can take longer than all the rest of
+a conversion, on virtual machines above all. Nor can pages of small ones be given back alone:
+the cache keeps larger folios, in which neighbours lie.
 """
 
-import os
+import mmap
+import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from trtree.build.checkpoint.shard import TensorInfo, map_tensor, opened
+from trtree.build.checkpoint.shard import PAGE, TensorInfo, give_back, map_tensor, read_pages
 
-_LEAST = 1 << 16  # bytes that are worth giving back
+_ROOM = (1 << 21) + (1 << 16)
+_LARGE = 1 << 23  # bytes of a matrix that is read in sequence
+
+
+class Room(threading.local):
+    """Memory that rows are read into, a thread's own; ``clear`` has it used again."""
+
+    def __init__(self) -> None:
+        self._memory = _pages(_ROOM)
+        self._used = 0
+        self._behind: list[TensorInfo] = []
+
+    def clear(self) -> None:
+        """Nobody holds rows any more."""
+        self._used = 0
+        for info in self._behind:
+            give_back(info)
+        self._behind.clear()
+
+    def map(self, name: str, info: TensorInfo, *, behind: TensorInfo) -> torch.Tensor:
+        """``map_tensor``; behind: what the page cache need not keep after ``clear``."""
+        self._behind.append(behind)
+        return map_tensor(name, info)
+
+    def read(self, name: str, info: TensorInfo, *, shared: bool) -> torch.Tensor:
+        """The tensor, not checked; shared: others may read it as well, so that it had better
+        stay in the page cache.
+
+        Raises:
+            CheckpointError: as ``map_tensor``.
+        """
+        lead = info.offset % PAGE
+        size = -(-(lead + info.nbytes) // PAGE) * PAGE
+        start, memory = self._used, self._memory
+        if start + size > len(memory):
+            start, memory = 0, _pages(size)  # one large tile; not kept
+        else:
+            self._used += size
+        to = memory[start : start + size]
+        read_pages(name, info, to.data, cached=shared)
+        raw = to[lead : lead + info.nbytes]
+        if info.offset % info.dtype.itemsize:
+            raw = raw.copy()  # as ``map_tensor``
+        return torch.from_numpy(raw).view(info.dtype).view(info.shape)
+
+
+def _pages(size: int) -> npt.NDArray[np.uint8]:
+    """Memory from a page's begin on."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 class Matrix(Protocol):
@@ -26,11 +78,9 @@ class Matrix(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def rows(self, first: int, end: int) -> torch.Tensor:
-        """Rows ``first`` to ``end``, in contiguous rows; not checked."""
-
-    def release(self, end: int) -> None:
-        """Rows before ``end`` will not be read again, and nobody holds them any more."""
+    def rows(self, first: int, end: int, room: Room) -> torch.Tensor:
+        """Rows ``first`` to ``end``, in contiguous rows, until ``room`` is cleared; not
+        checked."""
 
     def cut(self, rows: range | None, columns: range | None) -> "Matrix":
         """Some rows, or of each row some columns, which others may read as well."""
@@ -47,23 +97,22 @@ class StoredMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.info.shape[0], len(self.columns or range(self.info.shape[1]))
+        rows, columns = self.info.shape
+        return rows, columns if self.columns is None else len(self.columns)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.info.dtype
 
-    def rows(self, first: int, end: int) -> torch.Tensor:
-        whole = map_tensor(self.name, self._part(first, end))
-        return whole if self.columns is None else whole[:, self.columns.start : self.columns.stop]
-
-    def release(self, end: int) -> None:
-        part = self._part(0, end)
-        if part.nbytes >= _LEAST and not self.shared and hasattr(os, "posix_fadvise"):
+    def rows(self, first: int, end: int, room: Room) -> torch.Tensor:
+        part = self._part(first, end)
+        if self.columns is None:
+            if self.shared or self.info.nbytes < _LARGE:
+                return room.read(self.name, part, shared=self.shared)
             # From the first row on: what lay across an end before lies inside now.
-            with suppress(OSError):  # that it is gone, the next to read it says by name
-                file = opened(part.file).fileno()
-                os.posix_fadvise(file, part.offset, part.nbytes, os.POSIX_FADV_DONTNEED)
+            return room.map(self.name, part, behind=self._part(0, end))
+        # Of every row a part is touched.
+        return map_tensor(self.name, part)[:, self.columns.start : self.columns.stop]
 
     def cut(self, rows: range | None, columns: range | None) -> "StoredMatrix":
         if rows is not None:
@@ -71,12 +120,12 @@ class StoredMatrix:
         return replace(self, columns=columns, shared=True)
 
     def _part(self, first: int, end: int) -> TensorInfo:
-        row = self.info.nbytes // self.info.shape[0]
-        return replace(
-            self.info,
-            shape=(end - first, self.info.shape[1]),
-            offset=self.info.offset + first * row,
-        )
+        info = self.info
+        rows, columns = info.shape
+        if (first, end) == (0, rows):
+            return info
+        row = columns * info.dtype.itemsize
+        return TensorInfo(info.dtype, (end - first, columns), info.file, info.offset + first * row)
 
 
 @dataclass(frozen=True)
@@ -93,11 +142,9 @@ class HeldMatrix:
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
-    def rows(self, first: int, end: int) -> torch.Tensor:
+    def rows(self, first: int, end: int, room: Room) -> torch.Tensor:
+        del room
         return self.tensor[first:end]
-
-    def release(self, end: int) -> None:
-        del end
 
     def cut(self, rows: range | None, columns: range | None) -> "HeldMatrix":
         if rows is not None:
@@ -107,24 +154,15 @@ class HeldMatrix:
         return self
 
 
-def take(matrices: Sequence[Matrix], first: int, end: int) -> list[torch.Tensor]:
+def take(matrices: Sequence[Matrix], first: int, end: int, room: Room) -> list[torch.Tensor]:
     """Rows of matrices that follow one another, as one tensor of each that has some."""
     taken = []
     for matrix in matrices:
         rows = matrix.shape[0]
         if first < rows and end > 0:
-            taken.append(matrix.rows(max(first, 0), min(end, rows)))
+            taken.append(matrix.rows(max(first, 0), min(end, rows), room))
         first, end = first - rows, end - rows
     return taken
-
-
-def release(matrices: Sequence[Matrix], end: int) -> None:
-    """Rows before ``end`` of matrices that follow one another are done with."""
-    for matrix in matrices:
-        rows = matrix.shape[0]
-        if end > 0:
-            matrix.release(min(end, rows))
-        end -= rows
 
 
 def cut_rows(matrices: Sequence[Matrix], ranges: Sequence[range]) -> tuple[Matrix, ...]:

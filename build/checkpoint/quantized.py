@@ -19,6 +19,7 @@ from trtree.build.checkpoint.headers import LinearInfo
 from trtree.build.checkpoint.linear import LinearWeight, StoredLinear
 from trtree.build.checkpoint.reader import Checkpoint
 from trtree.build.checkpoint.scheme import QuantizationConfig
+from trtree.build.checkpoint.shard import map_tensor
 from trtree.plugins.dense_linear.cpu import DenseRows
 from trtree.plugins.nvfp4_linear import format as nvfp4
 
@@ -106,8 +107,9 @@ class QuantizedCheckpoint(Checkpoint):
     def _magnitude(self, name: str) -> float:
         """The largest of a tensor."""
         if name not in self._magnitudes:
-            weight = self.stored(name)
-            largest = DenseRows([weight.rows(0, weight.shape[0])]).largest_magnitude()
+            # It is read again soon, to be quantized.
+            weight = map_tensor(name, self.info(name))
+            largest = DenseRows([weight]).largest_magnitude()
             if not math.isfinite(largest):
                 self.tensor(name)  # says where
             self._magnitudes[name] = largest

@@ -15,8 +15,10 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +30,7 @@ from trtree.build.checkpoint.errors import CheckpointError
 # The safetensors package's own limit.
 MAX_HEADER_BYTES = 100_000_000
 _SMALL = 1 << 14  # bytes that are sooner read than mapped
+PAGE = 4096  # a multiple of what disks read at once
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -114,6 +117,37 @@ def map_tensor(name: str, info: TensorInfo) -> torch.Tensor:
     return raw.view(info.dtype).reshape(info.shape)
 
 
+def read_pages(name: str, info: TensorInfo, to: memoryview, *, cached: bool) -> None:
+    """Fill ``to``, memory of whole pages, with those pages of the file that the tensor is in; what
+    is after the tensor need not be. Raises as ``map_tensor``.
+
+    cached: by way of the page cache, to be found there again.
+    """
+    start = info.offset // PAGE * PAGE
+    need = info.offset + info.nbytes - start
+    done = 0
+    if not cached and (direct := _opened_directly(info.file)):
+        with suppress(OSError):  # which the other way has as well, or can do without
+            done = os.preadv(direct.fileno(), [to], start)
+    try:
+        while done < need:
+            file = opened(info.file).fileno()
+            count = os.preadv(file, [to[done:need]], start + done)
+            if count == 0:
+                raise ValueError(f"the file ends at {start + done}")
+            done += count
+    except (OSError, ValueError) as error:
+        raise _changed(name, info, error) from None
+
+
+def give_back(info: TensorInfo) -> None:
+    """Have the page cache forget the tensor, which nobody maps any more."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # that it is gone, the next to read it says by name
+            file = opened(info.file).fileno()
+            os.posix_fadvise(file, info.offset, info.nbytes, os.POSIX_FADV_DONTNEED)
+
+
 def read_number(name: str, info: TensorInfo) -> float:
     """The single number of a tensor; raises as ``map_tensor``."""
     if info.dtype != torch.float32:
@@ -135,15 +169,36 @@ def _changed(name: str, info: TensorInfo, error: Exception) -> CheckpointError:
 
 def opened(path: Path) -> BinaryIO:
     """A file of experts is opened once, not for each of its thousands of tensors."""
+    return _open_once(path, *_identity(path))
+
+
+def _opened_directly(path: Path) -> FileIO | None:
+    """To be read past the page cache, whole pages at a time; None where that is not to be had."""
+    try:
+        return _open_directly_once(path, *_identity(path))
+    except OSError:
+        return None
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Tells a file from another that took its name."""
     stat = path.stat()
-    return _open_once(path, stat.st_dev, stat.st_ino, stat.st_mtime_ns)
+    return stat.st_dev, stat.st_ino, stat.st_mtime_ns
 
 
 @lru_cache(maxsize=4)
-def _open_once(path: Path, *which: int) -> BinaryIO:
-    """``which`` tells a file from another that took its name."""
-    del which
+def _open_once(path: Path, *identity: int) -> BinaryIO:
+    del identity
     return path.open("rb")
+
+
+@lru_cache(maxsize=4)
+def _open_directly_once(path: Path, *identity: int) -> FileIO | None:
+    del identity
+    flag: int | None = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        return None
+    return FileIO(path, opener=lambda name, flags: os.open(name, flags | flag))
 
 
 def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:

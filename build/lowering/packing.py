@@ -1,13 +1,13 @@
 """Packing a checkpoint's linears for the CPU kernels, straight into the engine's file.
 
-A piece at a time, whatever a linear's size: its rows are read where they are mapped,
-checked and laid out in one pass, into memory that the file writes and uses again.
+A piece at a time, whatever a linear's size: its rows are read, then checked and laid out in
+one pass, into memory that the file writes; the memory of both is used again.
 """
 
 from collections.abc import Sequence
 
 from trtree.build.checkpoint import StoredLinear
-from trtree.build.checkpoint.matrix import release, take
+from trtree.build.checkpoint.matrix import Room, take
 from trtree.build.lowering.division import TILE
 from trtree.build.lowering.weights import WeightReader
 from trtree.build.resumable import ResumableFile
@@ -16,7 +16,8 @@ from trtree.plugins.dense_linear.cpu import ALIGNMENT, DenseRows, Rows
 from trtree.plugins.nvfp4_linear import cpu as nvfp4_cpu
 from trtree.plugins.nvfp4_linear.cpu import CodedRows, RoundedRows
 
-_PIECE = 1 << 21  # bytes packed at a time
+_PIECE = 1 << 21  # bytes read, and packed, at a time
+_room = Room()
 
 
 def append_linear(
@@ -34,9 +35,8 @@ def append_linear(
     try:
         for first in range(0, count, step):
             end = min(first + step, count)
+            _room.clear()
             _append(file, _rows(linear, first, end))
-            for matrices in (linear.codes, linear.block_scales, linear.dense):
-                release(matrices, end)
     except ValueError:
         checkpoint.linear(modules)  # reads it again, and finds what is at fault
         raise
@@ -62,18 +62,20 @@ def align(file: ResumableFile) -> None:
 
 
 def _tile_bytes(linear: StoredLinear) -> int:
+    """Of a tile, packed or as it is stored, whichever are more."""
     k = linear.shape[1]
-    if linear.global_scale is not None:
+    if linear.codes:
         return nvfp4_cpu.packed_size(TILE, k)
     return dense_cpu.packed_size(TILE, k, linear.dense[0].dtype)
 
 
 def _rows(linear: StoredLinear, first: int, end: int) -> Rows:
-    """Rows ``first`` to ``end``, mapped for as long as the result lives."""
+    """Rows ``first`` to ``end``, for as long as the room is not cleared."""
     if linear.codes:
-        codes, scales = take(linear.codes, first, end), take(linear.block_scales, first, end)
+        codes = take(linear.codes, first, end, _room)
+        scales = take(linear.block_scales, first, end, _room)
         return CodedRows(codes, scales)
-    dense = take(linear.dense, first, end)
+    dense = take(linear.dense, first, end, _room)
     if linear.global_scale is None:
         return DenseRows(dense)
     return RoundedRows(dense, linear.global_scale)

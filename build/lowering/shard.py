@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trtree.build.checkpoint import LinearWeight, StoredLinear
-from trtree.build.checkpoint.matrix import Matrix, cut_rows, take
+from trtree.build.checkpoint.matrix import Matrix, Room, cut_rows, take
 from trtree.build.lowering.division import (
     ON_PARTS,
     ROUTED,
@@ -219,11 +219,11 @@ class _PartReader:
         weight: torch.Tensor | QuantizedTensor
         if isinstance(linear.weight, QuantizedTensor):
             weight = linear.weight._replace(
-                codes=torch.cat(take(cut.codes, 0, cut.shape[0])),
-                block_scale=torch.cat(take(cut.block_scales, 0, cut.shape[0])),
+                codes=torch.cat(take(cut.codes, 0, cut.shape[0], Room())),
+                block_scale=torch.cat(take(cut.block_scales, 0, cut.shape[0], Room())),
             )
         else:
-            weight = torch.cat(take(cut.dense, 0, cut.shape[0]))
+            weight = torch.cat(take(cut.dense, 0, cut.shape[0], Room()))
         smoothing, part = linear.smoothing, self.parts[self.owner, tuple(modules)]
         if smoothing is not None and part.rows is not None:
             smoothing = smoothing.rows(part.indices())
