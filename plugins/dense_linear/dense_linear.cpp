@@ -22,31 +22,22 @@ const Kernels& kernels(Isa isa) {
   return kPortableKernels;
 }
 
-LinearKernel kernel(const Kernels& kernels, DType dtype) {
+// Of a table with one for each type of weights.
+template <typename Table>
+auto kernel(const Table& table, DType dtype) {
   switch (dtype) {
     case DType::kBf16:
-      return kernels.bf16;
+      return table.bf16;
     case DType::kFp16:
-      return kernels.fp16;
+      return table.fp16;
     default:
-      return kernels.float32;
+      return table.float32;
   }
 }
 
 int64_t tile_bytes(int64_t in_features, DType dtype) {
   const int64_t bytes = in_features * kTileColumns * element_size(dtype);
   return (bytes + kPackedAlignment - 1) / kPackedAlignment * kPackedAlignment;
-}
-
-PackKernel pack_kernel(const PackKernels& kernels, DType dtype) {
-  switch (dtype) {
-    case DType::kBf16:
-      return kernels.bf16;
-    case DType::kFp16:
-      return kernels.fp16;
-    default:
-      return kernels.float32;
-  }
 }
 
 template <typename T>
@@ -106,7 +97,7 @@ bool pack(std::span<const StoredRows> weight, int64_t in_features, DType dtype, 
   const int64_t size = element_size(dtype);
   check_tiles("dense", weight, in_features, first, end, packed.size(),
               packed_size(end - first, in_features, dtype));
-  const PackKernel pack_tile = pack_kernel(kernels(isa).pack, dtype);
+  const PackKernel pack_tile = kernel(kernels(isa).pack, dtype);
   const std::vector<uint8_t> zeros(in_features * size);
   const int64_t bytes = tile_bytes(in_features, dtype);
   const int64_t padding = bytes - kTileColumns * in_features * size;
