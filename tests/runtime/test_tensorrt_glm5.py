@@ -12,8 +12,7 @@ from planted import plant
 from random_drafter import random_drafter
 from random_glm5 import glm5_config
 from request_mixes import CHAIN, PLAIN
-from runner_checks import TREE, decode, on_all_ranks
-from steps import path_to, random_tree, run_rows
+from runner_checks import TREE, decode, furthest_from_paths, on_all_ranks
 from trtree import _core
 from trtree.build.lowering.tensorrt import backend, latent, ops
 from trtree.build.options import BuildOptions, OptionError
@@ -63,22 +62,10 @@ def test_chain_and_tree_decode_the_tokens_of_plain(options: BuildOptions, wide: 
 
 
 def furthest(options: BuildOptions) -> float:
-    """Rows of random trees against each row's path alone, behind random accepted paths."""
+    """The first rows see fewer keys than index_topk."""
     trees, _ = evaluated_engine(options)
     paths, _ = evaluated_engine(options)
-    rng, length, worst = random.Random(3), 0, 0.0
-    for _ in range(5):  # the first rows see fewer keys than index_topk
-        tokens, parents = random_tree(rng, 24, VOCAB)
-        at = _core.Sequence(0, 0, length, list(range(16)))
-        (logits,) = run_rows(trees, [(at, tokens, parents)])
-        path = path_to(rng.randrange(12, len(tokens)), parents)
-        chain = [tokens[r] for r in path]
-        (alone,) = run_rows(paths, [(at, chain, list(range(-1, len(chain) - 1)))])
-        worst = max(worst, float(abs(logits[path] - alone).max()))
-        trees.commit([_core.Commit(at, path)])
-        paths.commit([_core.Commit(at, list(range(len(path))))])
-        length += len(path)
-    return worst
+    return furthest_from_paths(trees, paths, VOCAB, pages=16)
 
 
 def test_a_tree_rows_logits_are_those_of_its_path(options: BuildOptions, wide: None) -> None:

@@ -15,12 +15,11 @@ from evaluated_engine import evaluated_engine, evaluated_ranks
 from random_drafter import random_drafter
 from random_glm5 import glm5_config
 from request_mixes import CHAIN, PLAIN
-from runner_checks import MAX_TOKENS, TREE, decode, on_all_ranks
-from steps import path_to, random_tree, run_rows
+from runner_checks import TREE, decode, furthest_from_paths, on_all_ranks, run_counting
 from trtree import _core
 from trtree.build.options import BuildOptions
 from trtree.runtime.engines.tensorrt_commits import Commits, DeviceCommits, PagesCommit
-from trtree.runtime.executor import Executor, Request
+from trtree.runtime.executor import Executor
 
 VOCAB = 80
 PLUGIN = {"backend": "tensorrt", "attention": "plugin", "activations": "bf16", "sm": (120,)}
@@ -70,31 +69,16 @@ def test_prompts_that_begin_alike_share_pages(options: BuildOptions) -> None:
     cold = [decode(engine, [(tokens, PLAIN)])[0] for tokens in given]
     executor = Executor(engine)
     for tokens, expected in zip(given, cold, strict=True):
-        executor.enqueue_request(Request(tokens, max_tokens=MAX_TOKENS, speculative=TREE))
-        decoded: list[int] = []
-        while responses := executor.await_responses():
-            decoded += [token for response in responses for token in response.token_ids]
+        ((decoded, _),) = run_counting(executor, [(tokens, TREE)])
         assert decoded == expected
     assert executor.latest_statistics().cached_prompt_tokens == 40
 
 
 def furthest(options: BuildOptions, commits: Commits | None = None) -> float:
-    """Rows of random trees against each row's path alone, behind random accepted paths."""
+    """The first rows see fewer keys than index_topk."""
     trees, _ = evaluated_engine(options, commits, **PLUGIN)
     paths, _ = evaluated_engine(options, commits, **PLUGIN)
-    rng, length, worst = random.Random(3), 0, 0.0
-    for _ in range(5):  # the first rows see fewer keys than index_topk
-        tokens, parents = random_tree(rng, 24, VOCAB)
-        at = _core.Sequence(0, 0, length, list(range(24)))
-        (logits,) = run_rows(trees, [(at, tokens, parents)])
-        path = path_to(rng.randrange(12, len(tokens)), parents)
-        chain = [tokens[r] for r in path]
-        (alone,) = run_rows(paths, [(at, chain, list(range(-1, len(chain) - 1)))])
-        worst = max(worst, float(abs(logits[path] - alone).max()))
-        trees.commit([_core.Commit(at, path)])
-        paths.commit([_core.Commit(at, list(range(len(path))))])
-        length += len(path)
-    return worst
+    return furthest_from_paths(trees, paths, VOCAB, pages=24)
 
 
 def test_a_tree_rows_logits_are_those_of_its_path(options: BuildOptions) -> None:

@@ -18,7 +18,7 @@ from lowered import describe
 from random_drafter import random_drafter
 from random_hybrid import hybrid_config
 from request_mixes import CHAIN, PLAIN
-from runner_checks import MAX_TOKENS, TREE, decode, on_all_ranks
+from runner_checks import TREE, decode, on_all_ranks, run_counting
 from steps import path_to, random_tree, run_rows
 from trtree import _core
 from trtree.build import builder
@@ -26,7 +26,7 @@ from trtree.build.lowering.tensorrt import backend
 from trtree.build.options import BuildOptions, OptionError
 from trtree.runtime.engines import open_engine
 from trtree.runtime.engines.tensorrt_commits import Commits, DeviceCommits
-from trtree.runtime.executor import Executor, ExecutorConfig, KvCacheConfig, Request
+from trtree.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
 
 VOCAB = 80
 PLUGIN = {"backend": "tensorrt", "attention": "plugin", "activations": "bf16", "sm": (120,)}
@@ -90,10 +90,7 @@ def test_prompts_that_begin_alike_share_pages_and_states(options: Options) -> No
     cold = [decode(engine, [(tokens, PLAIN)])[0] for tokens in given]
     executor = Executor(engine, ExecutorConfig(kv_cache_config=KvCacheConfig(snapshot_interval=8)))
     for tokens, expected in zip(given, cold, strict=True):
-        executor.enqueue_request(Request(tokens, max_tokens=MAX_TOKENS, speculative=TREE))
-        decoded: list[int] = []
-        while responses := executor.await_responses():
-            decoded += [token for response in responses for token in response.token_ids]
+        ((decoded, _),) = run_counting(executor, [(tokens, TREE)])
         assert decoded == expected
     statistics = executor.latest_statistics()
     assert statistics.snapshots_loaded > 0
