@@ -11,7 +11,7 @@ import torch
 from lowered import evaluators, lower_networks
 from network_evaluator import evaluate_together
 from op_checks import relative
-from paged_pairs import Pair, check_ops, pairs_of, tiny, whole
+from paged_pairs import NoWeights, Pair, check_ops, pairs_of, tiny, whole
 from planted import plant
 from plugin_network import PluginBuilder, plugins
 from random_glm5 import glm5_config
@@ -198,11 +198,6 @@ def test_a_planted_fault_is_caught(
     pair = pairs_of(tiny(tmp_path, CONFIG), tmp_path / "reference")["target"]
     with pytest.raises((AssertionError, IndexError)):
         check_ops(pair, pair.batch("tree", length=100))
-
-
-class NoWeights:
-    def describe(self, module: str, owner: Any, implied: tuple[int, ...]) -> Any:
-        raise AssertionError(module)
 
 
 @pytest.mark.parametrize(

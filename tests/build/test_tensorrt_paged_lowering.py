@@ -16,7 +16,7 @@ from engines import ROOT, random_checkpoint, sliding_drafter, tiny_config
 from lowered import describe, evaluators, lower_networks
 from network_evaluator import evaluate_together
 from op_checks import relative
-from paged_pairs import Pair, check_ops, pairs_of, tiny, whole
+from paged_pairs import NoWeights, Pair, check_ops, pairs_of, tiny, whole
 from plugin_network import PluginBuilder, plugins
 from random_moe import glm4_moe_config
 from trtree.build.lowering.division import Shard
@@ -26,8 +26,8 @@ from trtree.build.lowering.tensorrt.lower import lower
 from trtree.build.lowering.tensorrt.paged import paged_lowering
 from trtree.build.lowering.tensorrt.paged_sizes import PagedSizes
 from trtree.build.lowering.tensorrt.weights import Encoding
-from trtree.build.network.graph import Graph, WeightInfo
-from trtree.build.network.network import NetworkError, Owner
+from trtree.build.network.graph import Graph
+from trtree.build.network.network import NetworkError
 from trtree.build.network.rope import RopeTable
 from trtree.build.options import OptionError, read_options
 from trtree.build.plan import memory_plan
@@ -240,11 +240,6 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
         halves.append(mine)
     parts = [values["output.logits"] for values in evaluate_together(ranks, halves)]
     assert relative(torch.cat(parts, dim=-1)[0], expected[0]).median() < 2e-2
-
-
-class NoWeights:
-    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
-        raise AssertionError(module)
 
 
 @pytest.mark.parametrize(

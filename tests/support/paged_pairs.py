@@ -15,7 +15,8 @@ from paged_batch import PagedBatch, make_paged_batch, ragged_forced, ragged_name
 from trtree.build.builder import EngineDescription
 from trtree.build.lowering.reference import ReferenceNetwork, StepContext
 from trtree.build.lowering.tensorrt.lower import LoweredNetwork
-from trtree.build.network.network import Network
+from trtree.build.network.graph import WeightInfo
+from trtree.build.network.network import Network, Owner
 from trtree.build.options import BuildOptions
 
 TREE = [-1, 0, 0, 1, 1, 2, -1, 6]
@@ -35,6 +36,13 @@ class Pair:
         lengths = [9] if kind == "prefill" else [7, 0, length]
         states = self.reference.network.states
         return make_paged_batch(self.lowered, lengths, ids, parents, states)
+
+
+class NoWeights:
+    """For graphs of inputs alone."""
+
+    def describe(self, module: str, owner: Owner, implied: tuple[int, ...]) -> WeightInfo:
+        raise AssertionError(module)
 
 
 def pairs_of(description: EngineDescription, directory: Path) -> dict[str, Pair]:
